@@ -105,7 +105,8 @@ def _run(
     try:
         comparison.run(chosen, lengths)
     except KeyboardInterrupt:
-        _say(f"what was measured so far is in {out}; the same command goes on from there")
+        kept = f"what was measured so far is in {out}; the same command goes on from there"
+        _say(kept if comparison.rows else "nothing was measured yet")
         code = INTERRUPTED
     if comparison.rows:
         files.draw(comparison.rows)

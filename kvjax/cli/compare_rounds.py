@@ -138,7 +138,8 @@ def _compare(
     try:
         comparison.run(dialogues)
     except KeyboardInterrupt:
-        _say(f"what was answered so far is in {out}; the same command goes on from there")
+        kept = f"what was answered so far is in {out}; the same command goes on from there"
+        _say(kept if comparison.answers else "nothing was answered yet")
         code = INTERRUPTED
     answers = comparison.answers
     if answers and picture is not None:

@@ -73,13 +73,17 @@ def _check_folder(out: Path) -> None:
         raise KvjaxError(f"--out names a folder that cannot be made: {above} is no folder that can be written to.")
 
 
-def _messages(text: str) -> Any:
-    from kvjax.errors import UsageError
+def _messages(text: str) -> list[dict[str, Any]]:
+    from kvjax.errors import UsageError, quoted
 
+    said = '--messages takes JSON, such as [{"role": "user", "content": "..."}]'
     try:
-        return json_module.loads(text)
+        found = json_module.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError('--messages takes JSON, such as [{"role": "user", "content": "..."}].') from error
+        raise UsageError(f"{said}.") from error
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise UsageError(f"{said}; {quoted(text)} is no list of messages.")
+    return found
 
 
 def _say(out: Path, cache: Cache | Conversation, policy: str, choice: str | None, as_json: bool) -> None:

@@ -67,6 +67,15 @@ def test_ctrl_c_shows_what_there_is(cli, measured, tmp_path):
     assert (tmp_path / "accuracy.png").exists()
 
 
+def test_ctrl_c_before_the_first_row_says_that_there_is_none(cli, tmp_path, monkeypatch):
+    def run(self, entries, lengths):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Comparison, "run", run)
+    ran = cli("compare", "--out", str(tmp_path), "--policies", "lagkv", "--lengths", "300", "--samples", "2")
+    assert ran.code == 130 and "nothing was measured yet" in ran.err
+
+
 def test_results_of_other_settings_are_not_mixed(cli, measured, tmp_path):
     asked = ["compare", "--out", str(tmp_path), "--policies", "lagkv", "--retained", "0.5", "--lengths", "300"]
     assert cli(*asked, "--samples", "2").code == 0

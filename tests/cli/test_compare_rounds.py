@@ -58,7 +58,7 @@ def test_what_ends_a_run_before_its_first_answer_is_said(cli, tmp_path, four_lay
     monkeypatch.setattr("kvjax.eval.round_questions.history_ids", interrupted)
     out, data = tmp_path / "out", told(tmp_path / "topics.jsonl")
     ran = cli("compare-rounds", "--dialogues", str(data), "--out", str(out), "--policies", "round:watershed=2")
-    assert ran.code == 130 and "the same command goes on" in ran.err
+    assert ran.code == 130 and "nothing was answered yet" in ran.err
     assert not (out / "answers.json").exists()
 
 

@@ -72,6 +72,8 @@ def test_messages_from_standard_input(cli, tmp_path, tiny_model):
         (("read", "@nowhere.txt", "--out", "{new}"), "names a file that cannot be read"),
         (("read", "x", "--out", "{kept}"), "holds a conversation already"),
         (("read", "x", "--messages", "--out", "{new}"), "--messages takes JSON"),
+        (("read", "[1, 2]", "--messages", "--out", "{new}"), "[1, 2]' is no list of messages"),
+        (("read", '{{"role": "user"}}', "--messages", "--out", "{new}"), "is no list of messages"),
         (("read", "x", "--policy", "lagk", "--out", "{new}"), "lagk"),
         (("generate", "x", "--cache", "{new}"), "There is no saved conversation"),
         (("generate", "x", "--cache", "{kept}", "--policy", "full"), "was compressed by"),

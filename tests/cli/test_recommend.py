@@ -53,7 +53,8 @@ def test_a_folder_within_the_texts_is_none_of_them(cli, tmp_path, monkeypatch):
         (out / name).write_text("{}")
     (out / "notes.md").write_text("Mine.")
     words = ["recommend", "--text", str(tmp_path), "--out", str(out), "--context", "450", "--no-compile-cache"]
-    assert cli(*words).code == 130
+    ran = cli(*words)
+    assert ran.code == 130 and "nothing was measured yet" in ran.err
     assert read == [[TEXT, "Mine."]]
 
 

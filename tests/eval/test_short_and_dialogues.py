@@ -107,6 +107,16 @@ def test_rows_are_asked_in_the_harness_words(task):
     assert (found.text, found.choices, found.right) == (text, choices, right)
 
 
+def test_a_sentence_that_begins_with_its_gap_is_scored_after_the_examples(lm, folder):
+    row = {"sentence": "_ was glad.", "option1": "Anna", "option2": "Eve", "answer": "2"}
+    (folder / "short" / "winogrande.jsonl").write_text(json.dumps(row) + "\n")
+    (folder / "short" / "winogrande.train.jsonl").write_text(json.dumps(ROWS["winogrande"][0]) + "\n")
+    (found,) = items(lm, DataFolder(folder), "short", tasks=("winogrande",))
+    assert found.choices == ("Anna was glad.", "Eve was glad.")
+    assert (found.context, found.question) == ("Anna helped Eve, so Eve was glad.", "\n\n")
+    assert prepare(lm, found).tokens > 0
+
+
 def test_worked_examples_are_the_context(lm, folder):
     found = items(lm, DataFolder(folder), "short", tasks=("copa", "arc_easy"), limit=2)
     assert [item.id for item in found] == ["copa/0", "copa/1", "arc_easy/0", "arc_easy/1"]

@@ -33,6 +33,7 @@ BROKEN = {
     "longchat/topics_5.jsonl": (b'{"prompt": "x", "topics": []}', "rounds", "row 1 is no record of topics"),
     "longmemeval/longmemeval_s.json": (b'[{"question_id": "a"}]', "longmemeval", "row 1 is no row"),
     "longbench_v2/data.json": (b'{"a": 1}', "longbench-v2", "is not what it should be"),
+    "longmemeval/longmemeval_s_cleaned.json": (b"[]", "longmemeval", "holds no question that is scored"),
     "longbench_v2/data.jsonl": (b'{"domain": "x"}', "longbench-v2", "line 1"),
     "ruler/squad.json": (b"[]", "ruler", "no file of SQuAD 2.0 questions"),
     "ruler/hotpotqa.json": (b"[]", "ruler", "holds no questions"),
@@ -102,6 +103,14 @@ def test_broken_files_are_named_with_their_line(name, tmp_path):
     with pytest.raises(UsageError, match=sentence) as caught:
         asked_of(SUITES[suite], DataFolder(tmp_path), tasks=tasks)
     assert str(path) in str(caught.value)
+
+
+def test_a_list_of_no_questions_is_refused_before_a_model_is_loaded(tmp_path):
+    path = tmp_path / "longbench_v2" / "data.json"
+    path.parent.mkdir()
+    path.write_text("[]")
+    with pytest.raises(UsageError, match="holds no rows"):
+        asked_of(SUITES["longbench-v2"], DataFolder(tmp_path))
 
 
 def test_what_is_missing_is_said_with_what_to_give(monkeypatch):

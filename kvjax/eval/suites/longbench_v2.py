@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, Literal
 
 from kvjax.checkpoints.load import LanguageModel
+from kvjax.errors import UsageError
 from kvjax.eval.suites.data import DataFolder, read_json, read_rows, row_of
 from kvjax.eval.suites.item import Asked, Item, Suite
 from kvjax.eval.suites.prompts import cut_middle, room_of
@@ -40,6 +41,8 @@ def _read(data: DataFolder) -> list[Row]:
     if path.suffix == ".jsonl":
         return read_rows(path, Row)
     rows = read_json(path, list[dict[str, Any]])
+    if not rows:
+        raise UsageError(f"{path} holds no rows.")
     return [row_of(row, Row, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
 
 

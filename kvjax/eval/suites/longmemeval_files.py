@@ -121,7 +121,12 @@ def read_questions(data: DataFolder) -> list[Question]:
     found = read(path)
     if twice := [name for name, count in Counter(one.id for one in found).items() if count > 1]:
         raise UsageError(f"{path} has two questions with the id {quoted(twice[0])}.")
-    return [one for one in found if one.type in TYPES and not one.id.endswith("_abs")]
+    scored = [one for one in found if one.type in TYPES and not one.id.endswith("_abs")]
+    if not scored:
+        raise UsageError(
+            f"{path} holds no question that is scored: all are preferences or cannot be answered, or none."
+        )
+    return scored
 
 
 def _chats(path: Path) -> list[Question]:

@@ -15,6 +15,8 @@ from kvjax.eval.suites.short_tasks import TASKS, Question
 
 #: Worked examples before a question.
 SHOTS = 5
+#: What follows a worked example.
+_BETWEEN = "\n\n"
 
 
 def _places(task: str, split: str) -> str:
@@ -30,7 +32,11 @@ def _read(path: Path, task: str) -> tuple[Question, ...]:
         try:
             question = TASKS[task].read(row)
             whole = type(question.right) is int  # neither true nor 0.5 is the number of a choice
-            if not whole or not 0 <= question.right < len(question.choices) or not question.text:
+            if (
+                not whole
+                or not 0 <= question.right < len(question.choices)
+                or not all(map(str.strip, question.choices))
+            ):
                 raise ValueError("no choice is the right one")
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise UsageError(f"{path}, row {number} is no row of {task}.") from error
@@ -92,7 +98,7 @@ def _items(lm: LanguageModel, data: DataFolder, asked: Asked) -> list[Item]:
     found = []
     for task in asked.tasks:
         examples, questions = _parts(data, asked, task)
-        shown = [f"{one.text}{one.choices[one.right]}\n\n" for one in examples]
+        shown = [f"{one.text}{one.choices[one.right]}{_BETWEEN}" for one in examples]
         for number, question in enumerate(questions):
             longest = max(len(count(choice)) for choice in question.choices)
             room = most - len(lm.tokenizer.prefix_ids) - len(count(question.text)) - longest
@@ -101,12 +107,15 @@ def _items(lm: LanguageModel, data: DataFolder, asked: Asked) -> list[Item]:
                 kept = kept[1:]
             if not kept:
                 raise UsageError(f"{most} tokens leave no room for a worked example of {task}, which is its context.")
+            context, text = "".join(kept), question.text
+            if not text:  # the sentence begins with its gap, and something is read before a choice
+                context, text = context.removesuffix(_BETWEEN), _BETWEEN
             found.append(
                 Item(
                     id=f"{task}/{number}",
                     task=task,
-                    context="".join(kept),
-                    question=question.text,
+                    context=context,
+                    question=text,
                     answers=(str(question.right),),
                     metric="accuracy",
                     max_new_tokens=0,

@@ -61,8 +61,10 @@ def _winogrande(row: Row) -> Question:
     before, mark, after = row["sentence"].partition("_")
     if not mark:
         raise ValueError("the sentence has no gap")
-    choices = tuple(f" {row[name]} {after.strip()}" for name in ("option1", "option2"))
-    return Question(before.strip(), choices, int(row["answer"]) - 1)
+    before = before.strip()
+    gap = " " if before else ""
+    choices = tuple(f"{gap}{row[name]} {after.strip()}" for name in ("option1", "option2"))
+    return Question(before, choices, int(row["answer"]) - 1)
 
 
 def _copa(row: Row) -> Question:
