@@ -204,7 +204,7 @@ def _load_gguf(name: str, path: Path, form: _Form) -> LanguageModel:
         config = config.stored_as(form.weights)
         tokenizer = tokenizer_from_gguf(metadata, origin)
         _check_vocabulary(tokenizer, config, origin)
-        weights = list(kind.weights(config, True))
+        weights = kind.gguf_weights(config, file.shapes)
         params = fill(config, weights, file, gguf=True, dtype=form.dtype, mesh=form.mesh)
     finally:
         file.close()
@@ -231,7 +231,8 @@ def _gguf_config(file: GGUFFile | GGUFParts) -> tuple[ModelConfig, Family]:
 
 def _with_kept(config: ModelConfig, kind: Family, file: GGUFFile | GGUFParts) -> ModelConfig:
     """The configuration with the forms of the file's own numbers."""
-    return dataclasses.replace(config, kept=kept_formats(config, by_parameter(kind.weights(config, True), True), file))
+    weights = by_parameter(kind.gguf_weights(config, file.shapes), True)
+    return dataclasses.replace(config, kept=kept_formats(config, weights, file))
 
 
 @dataclasses.dataclass(frozen=True)

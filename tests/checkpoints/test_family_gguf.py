@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import gguf
 import jax
 import numpy as np
 import pytest
 from support import family_cases as cases
-from support import family_gguf
+from support import family_gguf, gguf_files
 from support.own_cases import ALIBI, CHATGLM, ROTARY, baichuan_shapes, chatglm_shapes
 
 from kvjax.checkpoints.load import load
@@ -50,6 +51,31 @@ def test_gguf_equals_safetensors(case, tmp_path):
         assert one == pytest.approx(other, rel=1e-6)
     for one, other in zip(jax.tree.leaves(ours.params), jax.tree.leaves(theirs.params), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+@pytest.mark.parametrize("weights", [None, "int8", "file"])
+def test_a_tensor_for_each_expert_as_the_first_files_of_mixtral_have(weights, tmp_path):
+    """``blk.0.ffn_up.3.weight``: llama.cpp wrote them so until March 2024."""
+    case = next(case for case in ASKED if case.name == "mixtral")
+    case = dataclasses.replace(case, config={**case.config, "intermediate_size": 64, "hidden_size": 64})
+    wider = {24: 64, 32: 64, 16: 32}
+    shapes = {name: [wider.get(size, size) for size in shape] for name, shape in cases.shapes(case).items()}
+    together = family_gguf.tensors(case, cases.values(case, shapes))
+    divided = {}
+    for name, tensor in together.items():
+        stem, mark, end = name.partition("_exps.")
+        divided |= {f"{stem}.{i}.{end}": one for i, one in enumerate(tensor)} if mark else {name: tensor}
+    assert len(divided) - len(together) == 2 * 3 * 4, "two layers, three projections, five experts"
+    keys = family_gguf.metadata(case) | family_gguf.tokenizer_keys(cases.VOCAB)
+    keys.pop("llama.expert_feed_forward_length", None)
+    found = []
+    for file, tensors in (("one", together), ("each", divided)):
+        kinds = {name: gguf.GGMLQuantizationType.Q8_0 for name in tensors if ".ffn_" in name and "inp" not in name}
+        kinds = {name: kind for name, kind in kinds.items() if "norm" not in name and weights == "file"}
+        path = gguf_files.write(tmp_path / f"{file}.gguf", "llama", keys, tensors, kinds)
+        found.append(load(path, dtype="float32", weights=weights, progress=False))
+    assert found[0].config == found[1].config and bool(found[0].config.kept) == (weights == "file")
+    jax.tree.map(np.testing.assert_array_equal, found[0].params, found[1].params)
 
 
 def test_layers_with_windows_may_be_listed(tmp_path):

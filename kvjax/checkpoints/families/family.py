@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,29 @@ class Family:
         if not prefix or any(name.startswith(prefix) for name in names):
             return found
         return [dataclasses.replace(weight, hf=weight.hf.removeprefix(prefix)) for weight in found]
+
+
+    def gguf_weights(self, config: ModelConfig, names: Collection[str]) -> list[Weight]:
+        """The weights as a GGUF of tensors called ``names`` calls them: the first files of Mixtral divide experts."""
+        found = self.weights(config, True)
+        if "blk.0.ffn_gate.0.weight" not in names:
+            return list(found)
+        return [part for weight in found for part in _divided(weight)]
+
+
+def _divided(weight: Weight) -> Iterator[Weight]:
+    """A tensor of all experts as one of each: ``blk.3.ffn_up_exps.weight`` is ``blk.3.ffn_up.0.weight`` and so on."""
+    stem, mark, end = weight.gguf.partition("_exps.")
+    if not mark:
+        yield weight
+        return
+    for expert in range(weight.shape[0]):
+        place = functools.partial(_of_expert, place=weight.place, expert=expert)
+        yield dataclasses.replace(weight, gguf=f"{stem}.{expert}.{end}", shape=weight.shape[1:], place=place)
+
+
+def _of_expert(values: np.ndarray, *, place: Place, expert: int) -> np.ndarray:
+    return place(values)[expert]
 
 
 def _begun_by(prefix: str, name: str) -> str:

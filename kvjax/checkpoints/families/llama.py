@@ -161,8 +161,9 @@ def _experts(key: Keys, shapes: Mapping[str, tuple[int, ...]], normalised: bool)
     """The experts of a GGUF, all layers of which have them."""
     shared = shapes.get("blk.0.ffn_gate_shexp.weight", (0,))[0]
     # Older files do not say it, and their feed_forward_length is another number.
-    stacked = shapes.get("blk.0.ffn_gate_exps.weight", (0, 0, 0))
-    inner = key("expert_feed_forward_length", (len(stacked) == 3 and stacked[1]) or None, count=True)
+    stacked, first = (shapes.get(f"blk.0.ffn_gate{one}.weight", ()) for one in ("_exps", ".0"))
+    held = stacked[1] if len(stacked) == 3 else first[0] if len(first) == 2 else None
+    inner = key("expert_feed_forward_length", held or None, count=True)
     return Experts(key("expert_count", count=True), key("expert_used_count", count=True), inner, normalised, shared)
 
 
