@@ -136,6 +136,7 @@ def _shared_pages(pool: LayerCache, placed: bool) -> Shared:
         sharding.local_starts(pool.row_starts),
         pool.scales and pool.scales.k,
         pool.scales and pool.scales.v,
+        isinstance(pool, LayerView),
     )
 
 

@@ -124,7 +124,7 @@ class Cache:
     def shared_layers(self) -> list[tuple[Any, ...]]:
         """The shared pools of each layer, one for each of its own pools, or None."""
         if self.context is not None:
-            return list(self.context.layers)
+            return list(self.context.by_layer())
         return [(None,) * len(parts(layer)) for layer in self.layers for _ in range(layer.model_layers)]
 
     @property
@@ -132,7 +132,7 @@ class Cache:
         """[H] of each layer, slots that all rows share of a context; zeros without one."""
         if self.context is None:
             return [np.zeros(len(sizes), np.int32) for sizes in self.slot_bytes]
-        return [self.context.length(i, layer) for i, layer in enumerate(self.layers)]
+        return self.context.lengths(self.layers)
 
     @property
     def model_shape(self) -> tuple[int, int, int]:

@@ -11,6 +11,7 @@ Programs are given a shared context and never donate, change or return it, so an
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from jaxtyping import Array, Int
 from kvjax.array_bytes import nbytes
 from kvjax.cache.groups import HeadGroups, Layer, parts
 from kvjax.cache.host_memory import as_numpy
+from kvjax.cache.layer_view import layer_view, layer_views
 from kvjax.cache.packing import store
 from kvjax.cache.pool import LayerCache, mark_rows, rows
 
@@ -34,12 +36,35 @@ class SharedContext:
     """Slots that come before those of every row of a cache.
 
     Attributes:
-      layers: of each layer its shared pools, with a batch of 1.
+      layers: of each layer its shared pools, with a batch of 1; where all layers share their slots one pool of all of
+        them, see :meth:`by_layer`.
       seen: [C] int32, C = 1, tokens they and the first of the rows' own slots come from.
+      most_tokens: the most that a head may hold of a pool of all layers; static.
     """
 
     layers: tuple[SharedLayer, ...]
     seen: Int[Array, " C"]
+    most_tokens: int = dataclasses.field(default=0, metadata={"static": True})
+
+    @property
+    def whole(self) -> LayerCache | None:
+        """The pool of all layers, if they share their slots."""
+        pool = self.layers[0][0]
+        return pool if pool is not None and pool.model_layers > 1 else None
+
+    def by_layer(self) -> list[SharedLayer]:
+        """The shared pools of each layer of the model."""
+        if self.whole is None:
+            return list(self.layers)
+        return [(view,) for view in layer_views(self.whole, self.most_tokens)]
+
+    def one_layer(self, index: int) -> SharedContext:
+        """What :meth:`of_layer` needs of a layer: its own pools, or the one of all layers."""
+        return self if self.whole is not None else dataclasses.replace(self, layers=self.layers[index : index + 1])
+
+    def of_layer(self, index: Int[Array, ""]) -> SharedLayer:
+        """The shared pools of the layer that :meth:`one_layer` was asked for, by a number that a program is given."""
+        return self.layers[0] if self.whole is None else (layer_view(self.whole, self.most_tokens, index),)
 
     @property
     def pools(self) -> tuple[LayerCache, ...]:
@@ -56,13 +81,19 @@ class SharedContext:
         """Bytes of the slots that hold a token."""
         return sum(int(as_numpy(pool.length)[0].sum()) * pool.slot_nbytes for pool in self.pools)
 
-    def length(self, index: int, layer: Layer) -> np.ndarray:
-        """[H] shared slots of each KV head of a layer, which is this cache's layer of that index."""
-        shared = zip(self.layers[index], parts(layer), strict=True)
-        held: list[Any] = [
-            np.zeros((1, len(own.pages)), np.int32) if one is None else as_numpy(one.length) for one, own in shared
-        ]
-        return np.asarray(layer.join(held) if isinstance(layer, HeadGroups) else held[0])[0]
+    def lengths(self, layers: Sequence[Layer]) -> list[np.ndarray]:
+        """[H] shared slots of each KV head, by layer of the model, of a cache of these layers."""
+        if self.whole is not None:
+            return np.split(as_numpy(self.whole.length)[0], self.whole.model_layers)
+        return [_length(*each) for each in zip(self.layers, layers, strict=True)]
+
+
+def _length(pools: SharedLayer, layer: Layer) -> np.ndarray:
+    shared = zip(pools, parts(layer), strict=True)
+    held: list[Any] = [
+        np.zeros((1, len(own.pages)), np.int32) if one is None else as_numpy(one.length) for one, own in shared
+    ]
+    return np.asarray(layer.join(held) if isinstance(layer, HeadGroups) else held[0])[0]
 
 
 def first_slots(pool: LayerCache, count: Int[Array, "B H"], pages: tuple[int, ...]) -> LayerCache:

@@ -53,7 +53,7 @@ def sharing(empty: Cache, row: Cache, config: ModelConfig) -> Cache:
     """An empty cache of slots whose rows share the context of ``row``."""
     assert row.context is not None
     layers = []
-    for i, (layer, shared) in enumerate(zip(empty.layers, row.context.layers, strict=True)):
+    for i, (layer, shared) in enumerate(zip(empty.layers, row.shared_layers, strict=True)):
         pools = []
         for pool, one, (owner, _) in zip(parts(layer), shared, row.policy.pool_policies(config, i), strict=True):
             if one is not None:

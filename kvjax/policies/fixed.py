@@ -6,11 +6,13 @@ Policies here are of a cache that :func:`kvjax.read` gave with ``once=True``; us
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar
 
 from kvjax.cache.cache import Cache
 from kvjax.cache.groups import with_parts
 from kvjax.cache.host_memory import as_numpy
+from kvjax.cache.pool import LayerCache
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import HostOrTraced, Policy
@@ -48,6 +50,10 @@ class Fixed(Policy):
 
     def budgets(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
         return self.policy.budgets(config, layer, total)
+
+    def retained_by_layer(self, layers: Sequence[LayerCache]) -> list[HostOrTraced]:
+        whole = layers[0].model_layers > 1  # what was saved, until a request shares it
+        return self.policy.retained_by_layer(layers) if whole else super().retained_by_layer(layers)
 
     def own_capacities(self, config: ModelConfig, prompt: int, own: int, new: int) -> tuple[tuple[int, ...], ...]:
         return ((own + new,) * config.num_kv_heads,) * config.num_layers
@@ -95,9 +101,9 @@ def fixed(policy: Policy) -> Policy:
             f"{format_policy(policy)} goes on choosing among the tokens of a context while it answers, so once=True is "
             "not for it; leave it out, or take a policy that chooses when a prompt is read, such as snapkv or kvzip."
         )
-    if chooses.merges or chooses.shares_layers or (isinstance(chosen, HeadWise) and chosen.whole_layers):
+    if chooses.merges or (isinstance(chosen, HeadWise) and chosen.whole_layers):
         raise UsageError(
-            f"once=True takes a policy that chooses among whole tokens of each layer, and {format_policy(policy)} does "
+            f"once=True takes a policy that chooses among whole tokens of its heads, and {format_policy(policy)} does "
             "not; leave it out, or take another policy, such as kvzip or adaptive:inner=kvzip."
         )
     return policy.with_chosen(FixedHeads(chosen) if isinstance(chosen, HeadWise) else Fixed(chosen))
@@ -122,6 +128,8 @@ def materialised_chosen(cache: Cache) -> Cache:
             "A conversation over a context that was read with once=True is neither saved nor moved to other devices; "
             "save what kvjax.read gave."
         )
+    if context.whole is not None:
+        return cache.replace(layers=(context.whole,), context=None, own_capacity=None)
     layers = []
     for own, shared in zip(cache.layers, context.layers, strict=True):
         pools = [pool for pool in shared if pool is not None]

@@ -33,6 +33,7 @@ from kvjax.runtime.single_layers import (
     cache_of,
     embedded,
     logits_of_last,
+    shared_layer,
     zeros_are_sent,
 )
 from kvjax.sharding.compile import ROW, Device, Program
@@ -128,7 +129,7 @@ def _read(
     x = embedded(ends, read, x)
     (angles,) = angles_of_layers([layer.config], prompt_positions(seen, x.shape[1], fresh), seen + count)
     collector = signal_collector(cache.policy, device.local_config, seen, count, total, x.shape[1], fresh)
-    given = layer, cache.layers[0], x, angles, read.counts, jnp.int32(0), collector, cache.shared_layers[0]
+    given = layer, cache.layers[0], x, angles, read.counts, jnp.int32(0), collector, shared_layer(cache, read.index)
     packed, x, _, _ = read_and_compress(cache.policy, number, *given, pages=pages, fresh=fresh)
     return after_reading(cache.replace(layers=(packed,)), count), x, logits_of_last(ends, read, x)
 

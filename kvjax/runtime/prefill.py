@@ -72,10 +72,11 @@ def through_layers(
     zero = jnp.int32(0) if first == 0 else zero_after(x)
     chunk = (seen, count, count if work is None else work, total)
     numbers = numbers_of_kind(policy, params)
+    held = None if context is None else context.by_layer()
     for i, (old, counts) in enumerate(zip(caches, pages, strict=True), first):
         number, alike = numbers[i]
         read = read_and_compress_once if alike else read_and_compress
-        shared = (None,) * len(parts(old)) if context is None else context.layers[i]
+        shared = (None,) * len(parts(old)) if held is None else held[i]
         given = params.layers[i], old, x, angles[i - first], chunk, zero, collector, shared
         packed, x, zero, signals = read(policy, number, *given, pages=counts, fresh=fresh)
         done.append(packed)

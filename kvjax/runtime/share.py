@@ -65,6 +65,11 @@ def share_chosen(device: Device, cache: Cache, *, prompt_capacity: int, dtype: A
     config, policy = device.local_config, device.local_policy
     whole = page_capacities(chooser_of(policy), config, prompt_capacity, 0, cache.page_size)
     row = device.empty(cache.batch, prompt_capacity, 0, dtype, cache.storage, own_capacity=0)
+    counters = {"seen": cache.seen, "prompt_end": cache.prompt_end, "next_token": cache.next_token}
+    if chooser_of(policy).shares_layers:
+        (pool,), (pages,) = cache.layers, whole
+        pool = resize(pool, tuple(min(pair) for pair in zip(pages, pool.pages, strict=True)))
+        return row.replace(**counters), SharedContext(((pool,),), cache.seen, prompt_capacity)
     layers, shared = [], []
     for i, (layer, own) in enumerate(zip(cache.layers, row.layers, strict=True)):
         if not policy.part(config, i)[0].chosen_once:  # a ring of a window, of which every row has its own
@@ -75,7 +80,6 @@ def share_chosen(device: Device, cache: Cache, *, prompt_capacity: int, dtype: A
         pools = zip(parts(layer), pages_by_group(layer, pages), strict=True)
         layers.append(own)
         shared.append(tuple(resize(pool, counts) for pool, counts in pools))
-    counters = {"seen": cache.seen, "prompt_end": cache.prompt_end, "next_token": cache.next_token}
     return row.replace(layers=tuple(layers), **counters), SharedContext(tuple(shared), cache.seen)
 
 

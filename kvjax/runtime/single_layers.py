@@ -16,8 +16,10 @@ from jaxtyping import Array, Float, Int
 from kvjax import progress
 from kvjax.cache.cache import NO_TOKEN, Cache
 from kvjax.cache.continuation import delete
+from kvjax.cache.groups import parts
 from kvjax.cache.layer_view import layer_view
 from kvjax.cache.quantisation import Storage
+from kvjax.cache.shared_context import SharedLayer
 from kvjax.model.decoder import Decoder, DecoderLayer, without_layers
 from kvjax.runtime.alike import numbers_of_kind
 from kvjax.runtime.layer_step import Counts
@@ -93,6 +95,11 @@ def logits_of_last(ends: Decoder, read: LayerInput, x: Float[Array, "B T M"]) ->
 def own_layer(cache: Cache, index: Int[Array, ""]) -> Any:
     """The layer that :func:`layer_of` gave to a program: its only one, or that of this number of a shared pool."""
     return layer_view(cache.layers[0], cache.most_tokens, index) if cache.shares_layers else cache.layers[0]
+
+
+def shared_layer(cache: Cache, index: Int[Array, ""]) -> SharedLayer:
+    """The shared pools of the layer that :func:`layer_of` gave to a program."""
+    return (None,) * len(parts(cache.layers[0])) if cache.context is None else cache.context.of_layer(index)
 
 
 def cache_of(device: Device, layer: Any, seen: Any) -> Cache:
@@ -212,6 +219,5 @@ def layer_of(cache: Cache, index: int) -> Cache:
         (pool,) = cache.layers
         return cache.replace(layers=(pool.replace(state=None if pool.state is None else pool.state[index]),))
     context = cache.context
-    if context is not None:
-        context = dataclasses.replace(context, layers=context.layers[index : index + 1])
+    context = context and context.one_layer(index)
     return cache.replace(layers=cache.layers[index : index + 1], context=context, **_NO_CAPACITIES)

@@ -28,7 +28,7 @@ QUERIES = 64
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["pages", "length", "position", "starts", "k_scale", "v_scale"],
-    meta_fields=["runs"],
+    meta_fields=["runs", "part"],
 )
 @dataclasses.dataclass(frozen=True)
 class Shared:
@@ -39,6 +39,7 @@ class Shared:
       runs: pages of each head, static; with ``starts`` the most that each may have.
       position: int32, position of the token in each slot, where slopes are given.
       starts, k_scale, v_scale: as :func:`~pallas_kernels.ragged_decode.ragged_decode` takes them of the rows' own.
+      part: likewise, static.
     """
 
     pages: Pages
@@ -48,6 +49,7 @@ class Shared:
     starts: Int[Array, "1 H"] | None = None
     k_scale: Float[Array, "1 H K"] | None = None
     v_scale: Float[Array, "1 P R"] | None = None
+    part: bool = False
 
 
 def with_shared(run: Callable[[Problem], Decoded], own: Problem, shared: Shared, queries: int | None = None) -> Decoded:
@@ -71,7 +73,9 @@ def check(own: Problem, shared: Shared) -> None:
     heads, dim = own.q.shape[1], own.pages.shape[3]
     batch, total, page_size, found = shared.pages.shape
     same = found == dim and shared.pages.key_dim == own.pages.key_dim
-    covered = sum(shared.runs) == total if shared.starts is None else max(shared.runs) <= total <= sum(shared.runs)
+    covered = sum(shared.runs) == total
+    if shared.starts is not None:
+        covered = max(shared.runs) <= total and (shared.part or total <= sum(shared.runs))
     if batch != 1 or not same or len(shared.runs) != heads or not covered:
         raise ValueError(
             f"shared.pages are {batch} rows of {total} pages of {found} channels, its runs {shared.runs}; give one row "
@@ -118,7 +122,7 @@ def _over(
         length=shared.length,
         runs=shared.runs,
         starts=shared.starts,
-        part=False,
+        part=shared.part,
         log_mass=None,
         k_scale=shared.k_scale,
         v_scale=shared.v_scale,

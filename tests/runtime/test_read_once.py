@@ -23,6 +23,7 @@ CONTEXT = [int(x) for x in RNG.integers(3, 250, 203)]
 QUESTIONS = [[int(x) for x in RNG.integers(3, 250, count)] for count in (5, 40, 1)]
 #: Every policy that chooses when a prompt is read; the first ones are in the default suite.
 CHOOSING = (
+    "adaptive:inner=kvzip,scope=model",
     *("expected_attention", "snapkv", "adaptive:inner=kvzip", "pyramidkv", "slimkv", "nacl", "keydiff", "kvzip"),
     *("compactor", "finch", "qfilters", "learned", "chunkkv", "criticalkv", "merged", "adaptive"),
     *("razor:heads=0.0,ratio=0.6,inner=compactor", "razor:heads=0.0,ratio=0.6,inner=adaptive(inner=keydiff)"),
@@ -124,6 +125,7 @@ def test_positions_count_under_alibi():
     [
         ("snapkv:ratio=0.25", "model"),
         ("adaptive:ratio=0.25,inner=kvzip", "int8"),
+        ("adaptive:ratio=0.25,inner=keydiff,scope=model", "int8"),
         pytest.param("snapkv:ratio=0.25", "int8", marks=pytest.mark.slow),
         pytest.param("adaptive:ratio=0.25,inner=kvzip", "model", marks=pytest.mark.slow),
     ],
@@ -169,6 +171,33 @@ def test_a_saved_context_is_shared_again(tiny_model, tmp_path):
     same(parked[0], ask(tiny_model, context)[0])
     with pytest.raises(kvjax.UsageError, match="neither saved nor moved"):
         kvjax.save_cache(tmp_path / "more", parked[0].cache, tiny_model)
+
+
+@pytest.mark.parametrize("made", [{}, {"num_layers": 8}, {"positional": "alibi"}])
+def test_layers_that_share_a_budget_share_a_context_too(made, tmp_path):
+    """With a floor of all, what stays is what the inner policy keeps; read at once and layer by layer."""
+    lm, whole = toys.tiny_model(**made), "adaptive:ratio=0.25,inner=keydiff,floor=1,scope=model"
+    plain = ask(lm, kvjax.read(lm, CONTEXT, policy="keydiff:ratio=0.25", once=True))
+    context = kvjax.read(lm, CONTEXT, policy=whole, once=True)
+    for one, other in zip(ask(lm, context), plain, strict=True):
+        same(one, other)
+        assert one.cache.context is context.context and len(one.cache.layers) == lm.config.num_layers
+    kvjax.save_cache(tmp_path / "saved", context, lm)
+    loaded = kvjax.load_cache(tmp_path / "saved", lm)
+    assert (loaded.live_nbytes, len(loaded.lengths)) == (context.live_nbytes, lm.config.num_layers)
+    with kvjax.Engine(lm, slots=2, context=loaded) as engine:
+        running = [engine.submit(question, max_new_tokens=20) for question in QUESTIONS]
+        assert [each.result(60).tokens for each in running] == [each.tokens for each in plain]
+
+
+def test_layers_hold_what_they_chose_together_and_every_later_token(tiny_model):
+    policy = "adaptive:ratio=0.25,inner=keydiff,scope=model"
+    chosen = kvjax.read(tiny_model, CONTEXT, policy=policy).lengths
+    assert len({int(layer.sum()) for layer in chosen}) > 1, "layers hold equally many"
+    context = kvjax.read(tiny_model, CONTEXT, policy=policy, once=True)
+    for one, question in zip(ask(tiny_model, context), QUESTIONS, strict=True):
+        later = len(question) + len(one.tokens) - 1
+        np.testing.assert_array_equal(one.stats.retained, [layer[0] + later for layer in chosen])
 
 
 def test_saved_contexts_are_no_batch(tiny_model, tmp_path):
@@ -242,9 +271,8 @@ def test_nothing_of_the_context_is_copied_for_a_question(tiny_model):
         ("razor:heads=0.0", "goes on choosing"),
         ("razor:heads=0.0,inner=h2o", "goes on choosing"),
         ("adaptive:ratio=0.5,inner=h2o", "goes on choosing"),
-        ("think", "among whole tokens of each layer"),
+        ("think", "among whole tokens of its heads"),
         ("round:watershed=1", "goes on choosing"),
-        ("adaptive:ratio=0.5,scope=model,inner=keydiff", "among whole tokens of each layer"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_before_it_is_read(tiny_model, policy, sentence):

@@ -68,7 +68,6 @@ class Family:
             return found
         return [dataclasses.replace(weight, hf=weight.hf.removeprefix(prefix)) for weight in found]
 
-
     def gguf_weights(self, config: ModelConfig, names: Collection[str]) -> list[Weight]:
         """The weights as a GGUF of tensors called ``names`` calls them: the first files of Mixtral divide experts."""
         found = self.weights(config, True)
