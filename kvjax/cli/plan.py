@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -60,14 +61,14 @@ def plan(
     if fit:
         if once:
             raise UsageError("--fit compares policies that choose with every prompt; leave --once out, or --fit.")
-        _fit(kvjax.load_config(model), device, dtype, asked, json)
+        _fit(model, device, dtype, asked, json)
         return
     if device is not None and dtype is None:
         from kvjax.chips import chip
 
         dtype = chip(device).dtype
     shape = kvjax.load_config(model)
-    _refuse_other_weights(shape, weights)
+    _refuse_other_weights(model, shape, weights)
     planned = kvjax.plan(shape, dtype=weights_dtype(dtype), device=device, once=once, **asked)
     if json:
         tables.print_json(dataclasses.asdict(planned))
@@ -75,9 +76,9 @@ def plan(
         tables.print_text(str(planned))
 
 
-def _fit(config: Any, device: str | None, dtype: str | None, asked: dict[str, Any], json: bool) -> None:
+def _fit(model: str, device: str | None, dtype: str | None, asked: dict[str, Any], json: bool) -> None:
     """Print the table of what fits."""
-    from kvjax.checkpoints.load import weights_dtype
+    from kvjax.checkpoints.load import load_config, weights_dtype
     from kvjax.chips import chip
     from kvjax.fit import POLICIES, fit, fit_report, forms_of
     from kvjax.model.quantised import check_weights
@@ -88,9 +89,12 @@ def _fit(config: Any, device: str | None, dtype: str | None, asked: dict[str, An
     policies = list(dict.fromkeys([*POLICIES, format_policy(parse(asked.pop("policy")))]))
     if dtype is None and device is not None:
         dtype = chip(device).dtype
+    config = load_config(model)
     forms = forms_of(weights_dtype(dtype), config)
+    if _is_converted(model):  # to floats, where there are several: a folder has no weights but its own
+        forms = dict(list(forms.items())[:1])
     if (kind := check_weights(asked.pop("weights"))) is not None:
-        _refuse_other_weights(config, kind)
+        _refuse_other_weights(model, config, kind)
         forms = {kind: {**next(iter(forms.values())), "weights": kind}}
     report = fit_report(fit(config, device=device, policies=policies, forms=forms, **asked), device)
     if json:
@@ -99,7 +103,18 @@ def _fit(config: Any, device: str | None, dtype: str | None, asked: dict[str, An
         report.print(width=150)
 
 
-def _refuse_other_weights(config: ModelConfig, weights: str | None) -> None:
+def _refuse_other_weights(model: str, config: ModelConfig, weights: str | None) -> None:
     """Refuse (UsageError) weights of another kind than those that a folder was converted to, as loading does."""
-    if weights is not None and config.weights not in (None, weights):
+    if weights is None or weights == config.weights:
+        return
+    if config.weights is not None:
         raise UsageError(f"The model's weights are {config.weights}; leave --weights out, or say so.")
+    if _is_converted(model):
+        raise UsageError(f"{model} was converted with float weights; leave --weights out, or convert the original.")
+
+
+def _is_converted(model: str) -> bool:
+    """Whether a name, of which there is a configuration, is a folder that ``kvjax convert`` wrote."""
+    from kvjax.checkpoints.converted import is_converted
+
+    return is_converted(Path(model).expanduser())

@@ -132,11 +132,18 @@ def test_plans_read_the_description_alone(original, int8, tmp_path, capsys):
     assert {row["weights"] for row in json.loads(capsys.readouterr().out)} == {"int8"}
 
 
-def test_other_weights_are_refused(int8, original, tmp_path):
+def test_other_weights_are_refused(int8, original, tmp_path, capsys):
     assert load(int8, weights="int8").config.weights == "int8"
     floats = kvjax.convert(original, tmp_path / "floats", dtype="float32", progress=False)
     with pytest.raises(UsageError, match="was converted with float weights; load it without weights='int8'"):
         load(floats, weights="int8")
+    # A plan of what cannot be loaded would be of nothing.
+    words = ["plan", "--model", str(floats), "--prompt-tokens", "20"]
+    for more in ([], ["--fit", "--device", "t4"]):
+        assert main([*words, *more, "--weights", "int8"]) == 2
+        assert "was converted with float weights; leave --weights out" in capsys.readouterr().err
+    assert main([*words, "--fit", "--device", "t4", "--json"]) == 0
+    assert {row["weights"] for row in json.loads(capsys.readouterr().out)} == {"float32"}
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
