@@ -119,7 +119,7 @@ class _Checking:
             if inspect.isfunction(method) and not cls.__module__.startswith("kvjax.")
         }
         frames = [own[frame.f_code] for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code in own]
-        said = " ".join(str(error).split()) or "nothing more"
+        said = " ".join(str(error).split()).rstrip(".") or "nothing more"
         what = f"{type(error).__name__}: {cut(said)}"
         return f"{self._name}.{frames[-1]} raises {what}." if frames else f"{self._name} gives what cannot run: {what}."
 
@@ -204,6 +204,16 @@ class _Checking:
         later = self._ask([self._later] * 2, cache=[output.cache for output in together])
         alone = self._ask(self._later, cache=together[1].cache)
         self._same("a later turn's row is not the row alone", later[1], alone)
+        # A token that ends the second row's answer alone: the first goes on beside it.
+        ends = next((token for token in together[1].tokens[:-1] if token not in together[0].tokens), None)
+        if ends is None:
+            return
+        ended = (
+            self._ask(self._prompts[:2], stop_token_ids=[ends])[1],
+            self._ask(self._prompts[1], stop_token_ids=[ends]),
+        )
+        one, other = (self._ask(self._later, cache=output.cache) for output in ended)
+        self._same("a row that has ended changes while another goes on; look at step.active", one, other)
 
     def _int8(self) -> None:
         self._alone(2, storage="int8")

@@ -100,8 +100,9 @@ __all__ = [
     "top_mask",
 ]
 
-#: Lengths of a head of which more was kept than there was, and of one with values that are no numbers.
-BEYOND, NOT_FINITE = -1, -2
+#: Lengths of a head of which more was kept than there was, of one with values that are no numbers, and of one whose
+#: tokens have scores that are none.
+BEYOND, NOT_FINITE, UNRANKED = -1, -2, -3
 #: Lengths after a step that went wrong, far below what later steps may add to them: of a row that is still due once it
 #: was compacted, and of a head whose next slot is none of its own.
 STILL_DUE, BEFORE_THE_FIRST = -(2**30), -(2**29)
@@ -318,6 +319,8 @@ class Policy(Composable):
             if chosen.v is not None:
                 garbage = (chosen.keep & ~jnp.isfinite(chosen.v).all(axis=-1)).any(axis=-1)
                 kept = kept.replace(length=jnp.where(garbage, NOT_FINITE, kept.length))
+        if chosen.unranked is not None:
+            kept = kept.replace(length=jnp.where(chosen.unranked, UNRANKED, kept.length))
         return kept.replace(state=chosen.state)
 
     def append(

@@ -80,12 +80,15 @@ class Selection:
       marks: [B, H, N] by name, of the candidates.
       state: the layer's state afterwards.
       v: [B, H, N, D] the candidates' values where the choice changes those that stay, else None.
+      unranked: [B, H] heads some of whose candidates had scores that are no numbers, or None where nothing was scored;
+        kvjax refuses them.
     """
 
     keep: Bool[Array, "B H N"]
     marks: dict[str, Array]
     state: Any
     v: Float[Array, "B H N D"] | None = None
+    unranked: Bool[Array, "B H"] | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -19,7 +19,7 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.groups import parts
 from kvjax.errors import UsageError, kind_of, quoted
 from kvjax.model.config import ModelConfig
-from kvjax.policies.base import BEFORE_THE_FIRST, BEYOND, NOT_FINITE, STILL_DUE, Policy
+from kvjax.policies.base import BEFORE_THE_FIRST, BEYOND, NOT_FINITE, STILL_DUE, UNRANKED, Policy
 from kvjax.policies.composed import HeadWise
 from kvjax.policies.composition import has_own, is_own
 from kvjax.policies.signals import Signals
@@ -117,11 +117,18 @@ def check_sizes(policy: Policy, config: ModelConfig, prompt: int, new: int) -> N
       UsageError: one of these, naming the method.
     """
     policy, config = policy.chosen, policy.seen_as(config)
+    if has_own(policy) and policy.signals.hidden:
+        _check_hidden(policy, config)
+    _check_sizes(policy, config, prompt, new)
+
+
+def _check_sizes(policy: Policy, config: ModelConfig, prompt: int, new: int) -> None:
+    """:func:`check_sizes` of a policy, or of one that has some of a layer's heads."""
     name = type(policy).__name__
     if isinstance(policy, HeadWise):
         for layer in range(config.num_layers):
             for one, _, own in policy.members(config, layer):
-                check_sizes(one, own, prompt, new)
+                _check_sizes(one, own, prompt, new)
     if not is_own(policy) or policy.offloads_rounds:
         return
     chunks = policy.chunks(config)
@@ -172,6 +179,20 @@ def _state(policy: Policy, config: ModelConfig, layer: int, slots: tuple[int, ..
                 f"{type(policy).__name__}.init_state gives {quoted(leaf)}; give arrays whose first axis is the batch."
             )
     return state
+
+
+def _check_hidden(policy: Policy, config: ModelConfig) -> None:
+    """Refuse weights of hidden states that are not one a channel, and one more, of each head (UsageError)."""
+    name, wanted = own_within(policy), (config.num_kv_heads, config.hidden_size + 1)
+    for layer in range(config.num_layers):
+        weights: Any = policy.hidden_weights(config, layer)
+        if not isinstance(weights, (jax.Array, np.ndarray)) or weights.shape != wanted:
+            found = f"an array of shape {weights.shape}" if hasattr(weights, "shape") else kind_of(weights)
+            raise UsageError(
+                f"{name}.hidden_weights gives {found} in layer {layer}; give [H, M + 1] numbers, {list(wanted)} here."
+            )
+        if not np.isfinite(np.asarray(weights, np.float32)).all():
+            raise UsageError(f"{name}.hidden_weights gives weights in layer {layer} that are not finite; look at them.")
 
 
 def _budgets(policy: Policy, config: ModelConfig, layer: int, totals: np.ndarray) -> np.ndarray:
@@ -284,6 +305,8 @@ def _refuse(policy: Policy, layer: int, head: int, kept: int, seen: int, slots: 
         )
     if kept == NOT_FINITE:
         raise UsageError(f"{chooses} gives values {where} that are no numbers; look for a division by zero in its v.")
+    if kept == UNRANKED:
+        raise UsageError(f"{own}.scores gives scores {where} that are no numbers; look for a division by zero.")
     if kept == BEYOND:
         raise UsageError(f"{chooses} keeps what is beyond candidates.length {where}; add `& candidates.valid` to keep.")
     if kept < 0:

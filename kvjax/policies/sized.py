@@ -27,7 +27,7 @@ from kvjax.policies.base import (
     top_mask,
 )
 from kvjax.policies.option_checks import only_one
-from kvjax.policies.traced_checks import check_scores
+from kvjax.policies.traced_checks import check_protected, check_scores, own_within
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +150,9 @@ class Selecting(Scoring):
     def select(self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk) -> Selection:
         budget = self.size(chunk.config, layer, chunk.total)[:, None]
         valid = candidates.valid
-        sure = self.protected(candidates, chunk) & valid
+        protected = self.protected(candidates, chunk)
+        check_protected(self, protected, valid)
+        sure = protected & valid
         sure = sure | self.of_turn(candidates, chunk, budget[:, 0], sure)
         scores = self.scores(layer, cache, candidates, chunk)
         check_scores(self, scores, valid)
@@ -160,7 +162,11 @@ class Selecting(Scoring):
         whole = (candidates.length <= budget) | (chunk.count == 0)[:, None]
         keep = jnp.where(whole[..., None], valid, keep)
         marks = self.marks_after(layer, cache, candidates, chunk)
-        return selection(cache, candidates, keep, marks, state=self.state_after(layer, cache, candidates, chunk))
+        chosen = selection(cache, candidates, keep, marks, state=self.state_after(layer, cache, candidates, chunk))
+        if own_within(self) is None:  # those of kvjax have tests
+            return chosen
+        unranked = (jnp.isnan(scores) & valid & ~sure).any(axis=-1) & ~whole
+        return dataclasses.replace(chosen, unranked=unranked)
 
 
 class SelectingPastSinks(Selecting):

@@ -24,11 +24,11 @@ def check_selection(name: str, chosen: Any, candidates: Candidates) -> None:
         raise UsageError(f"{name}.select gives {kind_of(chosen)}; give a kvjax.policies.Selection.")
     if not isinstance(chosen.marks, Mapping):
         raise UsageError(f"{name}.select gives marks of type {type(chosen.marks).__name__}; give candidates.marks.")
-    keep, valid = jnp.asarray(chosen.keep), candidates.valid
-    if keep.shape != valid.shape or keep.dtype != bool:
+    valid = candidates.valid
+    if not _are_booleans(chosen.keep, valid.shape):
         raise UsageError(
-            f"{name}.select gives a mask of {keep.dtype} numbers of shape {keep.shape}; give booleans of the shape of "
-            f"candidates.valid, {valid.shape}."
+            f"{name}.select gives a mask of {_numbers(chosen.keep)}; give booleans of the shape of candidates.valid, "
+            f"{valid.shape}."
         )
     v = candidates.v if chosen.v is None else jnp.asarray(chosen.v)
     if v.shape != candidates.v.shape or not jnp.issubdtype(v.dtype, jnp.floating):
@@ -49,8 +49,23 @@ def check_scores(policy: Any, scores: Any, valid: Bool[Array, "B H N"]) -> None:
     own = own_within(policy)
     shape, kind = getattr(scores, "shape", None), getattr(scores, "dtype", None)
     if own is not None and (shape != valid.shape or kind is None or not jnp.issubdtype(kind, jnp.number)):
-        found = kind_of(scores) if shape is None else f"{kind} numbers of shape {shape}"
-        raise UsageError(f"{own}.scores gives {found}; give numbers of the shape of candidates.valid, {valid.shape}.")
+        raise UsageError(
+            f"{own}.scores gives {_numbers(scores)}; give numbers of the shape of candidates.valid, {valid.shape}."
+        )
+
+
+def check_protected(policy: Any, protected: Any, valid: Bool[Array, "B H N"]) -> None:
+    """Refuse what is no mask of the candidates from ``protected`` of a policy of somebody's own.
+
+    Raises:
+      UsageError: the sentence names the method.
+    """
+    own = own_within(policy)
+    if own is not None and not _are_booleans(protected, valid.shape, broadcast=True):
+        raise UsageError(
+            f"{own}.protected gives {_numbers(protected)}; give booleans of the shape of candidates.valid, "
+            f"{valid.shape}."
+        )
 
 
 def check_state(name: str, state: Any, initial: Any) -> None:
@@ -77,17 +92,41 @@ def check_arrays(policy: Any, method: str, before: Any, after: Any) -> None:
         raise UsageError(f"{own}.{method} gives a cache {other}; change the numbers of its arrays alone.")
 
 
+def check_compressed(policy: Any, before: Any, after: Any) -> None:
+    """Refuse what is no layer's cache from ``compress`` of a policy of somebody's own.
+
+    Raises:
+      UsageError: the sentence names the method.
+    """
+    own = own_within(policy)
+    if own is not None and type(after) is not type(before):
+        raise UsageError(f"{own}.compress gives {kind_of(after)}; give the layer's cache.")
+
+
 def check_due(policy: Any, due: Any, rows: int) -> None:
     """Refuse what is no boolean a row from ``due`` of a policy of somebody's own.
 
     Raises:
       UsageError: the sentence names the method.
     """
-    own, found = own_within(policy), jnp.asarray(due)
-    if own is not None and (found.shape != (rows,) or found.dtype != bool):
-        raise UsageError(
-            f"{own}.due gives {found.dtype} numbers of shape {found.shape}; give [B] booleans, {rows} here."
-        )
+    own = own_within(policy)
+    if own is not None and not _are_booleans(due, (rows,)):
+        raise UsageError(f"{own}.due gives {_numbers(due)}; give [B] booleans, {rows} here.")
+
+
+def _are_booleans(given: Any, shape: tuple[int, ...], broadcast: bool = False) -> bool:
+    """Whether this is an array of booleans of a shape, or of one that becomes it beside an array of the shape."""
+    if not hasattr(given, "shape") or given.dtype != bool:
+        return False
+    ends = zip(given.shape[::-1], shape[::-1], strict=False)
+    becomes = given.ndim <= len(shape) and all(size in (1, wanted) for size, wanted in ends)
+    return becomes if broadcast else given.shape == shape
+
+
+def _numbers(given: Any) -> str:
+    """What was given in place of an array, for a sentence."""
+    shape = getattr(given, "shape", None)
+    return kind_of(given) if shape is None else f"{given.dtype} numbers of shape {shape}"
 
 
 def own_within(policy: Composable) -> str | None:

@@ -17,6 +17,7 @@ from kvjax.model.decoder import DecoderLayer
 from kvjax.model.rope import Angles
 from kvjax.policies.base import Policy, PromptChunk
 from kvjax.policies.signals import Mass, PromptSignals
+from kvjax.policies.traced_checks import check_arrays, check_compressed
 from kvjax.runtime.layer_reading import read_rows, zero_after
 from kvjax.runtime.signal_collector import SignalCollector
 from pallas_kernels.rows import Rows
@@ -65,7 +66,8 @@ def read_one(
     own = layer.config  # the model's, or of the heads that this device has of the layer
     kept = None
     if not fresh:
-        old = policy.sort_slots(index, old, own)
+        old, unsorted = policy.sort_slots(index, old, own), old
+        check_arrays(policy, "sort_slots", unsorted, old)
         kept = kept_rows(old, keys_of(x.shape[1]), seen if own.positional == "alibi" else None)
     asked = None
     if collector is not None and own.window is None:  # policies choose the tokens of global layers alone
@@ -97,7 +99,9 @@ def compress_one(
     """A layer's cache once its policy has chosen."""
     seen, count, _, total = tokens
     chunk = PromptChunk(seen, count, total, pages=pages, config=layer.config, fresh=fresh, signals=signals)
-    return policy.compress(index, old, k, v, chunk)
+    packed = policy.compress(index, old, k, v, chunk)
+    check_compressed(policy, old, packed)
+    return packed
 
 
 #: The same, traced and lowered once for all layers that are alike; XLA inlines it: the program is what it was.

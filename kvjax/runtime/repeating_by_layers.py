@@ -21,6 +21,7 @@ from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.model.rope import angles_of_layers, prompt_positions
 from kvjax.policies.base import Policy
 from kvjax.policies.signals import PromptSignals, Repetition
+from kvjax.policies.traced_checks import check_arrays
 from kvjax.runtime.layer_step import compress_one, read_one
 from kvjax.runtime.prefill import after_reading
 from kvjax.runtime.repeating import hold, pass_through, with_repeated
@@ -136,6 +137,7 @@ def repeat_once(
     x = embedded(ends, read._replace(tokens=ids), x)
     old, alibi, end = own_layer(cache, read.index), layer.config.positional == "alibi", seen + work
     ordered = old if fresh else policy.sort_slots(number, old, layer.config)
+    check_arrays(policy, "sort_slots", old, ordered)
     held = hold(ordered, k, v, seen, count, fresh=fresh, placed=alibi)
     (angles,) = angles_of_layers([layer.config], end[:, None] + jnp.arange(passes.width), end)
     given = layer, held, angles, cache.shared_layers[0], peak, passes

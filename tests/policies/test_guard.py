@@ -13,6 +13,7 @@ import toys
 from support.scorers import random_gates
 from support.wrong_policies import (
     Alike,
+    AllProtected,
     AlwaysDue,
     AnyClass,
     Below,
@@ -22,6 +23,7 @@ from support.wrong_policies import (
     Equal,
     FewSlots,
     FewSlotsUnplanned,
+    FewWeights,
     Fractions,
     Hidden,
     Itself,
@@ -29,18 +31,25 @@ from support.wrong_policies import (
     Kinds,
     Marks,
     Mask,
+    NanScores,
     NanV,
+    NanWeights,
     Next,
     NoCapacities,
     NoMarks,
+    NoMask,
     NoRoom,
     NoRoomToGrow,
     NoScore,
     NoSignals,
     NoSlots,
     Nothing,
+    NothingCompressed,
+    NothingDue,
     NothingRetained,
+    NothingSorted,
     Notice,
+    NoWeights,
     Numbers,
     OneChunk,
     OneHeadRetained,
@@ -90,6 +99,9 @@ BEFORE = {
     "no weights": (Unweighed(), "Unweighed.signals asks for hidden states; write Unweighed.hidden_weights"),
     "state of text": (TextState(), "TextState.init_state gives 'text'; give arrays"),
     "kinds": (Kinds(), r"Kinds.layer_kind gives \[0\], which cannot be hashed"),
+    "no weights of hidden states": (NoWeights(), "NoWeights.hidden_weights gives None in layer 0; give .H, M . 1."),
+    "few weights": (FewWeights(), r"FewWeights.hidden_weights gives an array of shape \(2, 32\) in layer 0"),
+    "weights that are none": (NanWeights(), "NanWeights.hidden_weights gives weights in layer 0 that are not finite"),
     "notice": (Notice(), "Notice.notice gives 5; give a sentence, or None"),
     "arrays of slots": (JaxSlots(), "JaxSlots.capacities gives .* slots in layer 0; give whole numbers"),
     "an array": (Unhashable(table=np.zeros(3)), "Unhashable.table holds a ndarray"),
@@ -101,6 +113,7 @@ AFTER = {
     "nothing retained": (NothingRetained(), r"NothingRetained.retained gives None; give \[B, H\] whole numbers"),
     "retained of one head": (OneHeadRetained(), r"OneHeadRetained.retained gives .*; give \[B, H\] whole numbers"),
     "retained below 0": (Below(), "Below.retained gives -5 in layer 0, head 0; give the slots that hold a token"),
+    "scores that are none": (NanScores(), "NanScores.scores gives scores in layer 0, head 0 that are no numbers"),
     "values that are none": (NanV(), "NanV.select gives values in layer 0, head 0 that are no numbers"),
     "nothing": (Nothing(), "Nothing.select keeps nothing of 150 tokens"),
 }
@@ -129,6 +142,10 @@ PROMPT = [number % 200 for number in range(150)]
         (NoScore(), r"NoScore\.scores gives None; give numbers of the shape"),
         (Unwritten(), r"Unwritten has no scores; write the method, or select"),
         (Numbers(), r"Numbers\.select gives a mask of int32 numbers of shape .*; give booleans of the shape"),
+        (NoMask(), r"NoMask\.select gives a mask of None; give booleans of the shape"),
+        (AllProtected(), r"AllProtected\.protected gives None; give booleans of the shape"),
+        (NothingCompressed(), r"NothingCompressed\.compress gives None; give the layer's cache"),
+        (NothingDue(), r"NothingDue\.due gives None; give \[B\] booleans, 1 here"),
     ],
 )
 def test_what_a_selection_shows_is_seen_while_it_is_traced(tiny_model, policy, says):
@@ -180,6 +197,12 @@ def test_what_a_step_leaves_is_refused_and_no_loop_is_endless(tiny_model, policy
 def test_signals_are_numbers_that_can_be_asked_for(option, value):
     with pytest.raises(kvjax.UsageError, match=rf"Signals\.{option} is "):
         Signals(**{option: value})
+
+
+def test_slots_that_a_later_turn_does_not_find_are_refused(tiny_model):
+    cache = kvjax.generate(tiny_model, "hello", policy=NothingSorted(), max_new_tokens=1).cache
+    with pytest.raises(kvjax.UsageError, match=r"NothingSorted\.sort_slots gives a cache of another structure"):
+        kvjax.generate(tiny_model, "there", cache=cache, max_new_tokens=1)
 
 
 @pytest.mark.parametrize(("policy", "says"), BEFORE.values(), ids=BEFORE.keys())

@@ -54,6 +54,14 @@ class AppendsNoNumbers(Recent):
 
 
 @dataclasses.dataclass(frozen=True)
+class AppendsToAll(Recent):
+    """A row that has ended is written to while others go on."""
+
+    def append(self, layer, cache, k, v, step):
+        return super().append(layer, cache, k, v, dataclasses.replace(step, active=jnp.ones_like(step.active)))
+
+
+@dataclasses.dataclass(frozen=True)
 class Raises(Recent):
     def select(self, layer, cache, candidates, chunk):
         if chunk.total[0] > 3:
@@ -103,6 +111,7 @@ def test_a_policy_that_is_right_passes(tiny_model):
         (NothingMaintains(), "NothingMaintains.maintains is true, and nothing makes a row due no more"),
         (SeesItsNeighbours(), "SeesItsNeighbours: a row of a batch is not the row alone"),
         (SharesMoreThanItSays(budget=20), r"SharesMoreThanItSays.budgets (keeps|says) .* kept"),
+        (AppendsToAll(), "AppendsToAll: a row that has ended changes while another goes on; look at step.active"),
         (SaysAnotherBudget(), "SaysAnotherBudget.budgets keeps 31 of 150 tokens .* and 24 are kept"),
     ],
 )

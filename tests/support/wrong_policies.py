@@ -277,6 +277,67 @@ class OneScore(Selecting):
 
 
 @dataclasses.dataclass(frozen=True)
+class NanScores(OneScore):
+    def scores(self, layer, cache, candidates, chunk):
+        return (candidates.k / 0).sum(axis=-1) * 0
+
+
+@dataclasses.dataclass(frozen=True)
+class AllProtected(OneScore):
+    def protected(self, candidates, chunk):
+        """Forgets its result."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NoMask(Recent):
+    def select(self, layer, cache, candidates, chunk):
+        return dataclasses.replace(super().select(layer, cache, candidates, chunk), keep=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class NothingCompressed(Recent):
+    def compress(self, layer, cache, k, v, chunk):
+        """Forgets its result."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NothingSorted(Recent):
+    def sort_slots(self, layer, cache, config):
+        """Forgets its result."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NothingDue(Recent):
+    maintains: ClassVar[bool] = True
+
+    def due(self, layers, config):
+        """Forgets its result."""
+
+    def maintain(self, layer, cache, config, row, seen):
+        return cache
+
+
+@dataclasses.dataclass(frozen=True)
+class NoWeights(Recent):
+    signals = Signals(hidden=True)
+
+    def hidden_weights(self, config, layer):
+        """Forgets its result."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FewWeights(NoWeights):
+    def hidden_weights(self, config, layer):
+        return np.zeros((config.num_kv_heads, config.hidden_size), np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class NanWeights(NoWeights):
+    def hidden_weights(self, config, layer):
+        return np.full((config.num_kv_heads, config.hidden_size + 1), np.nan, np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
 class NoScore(OneScore):
     def scores(self, layer, cache, candidates, chunk):
         return None
