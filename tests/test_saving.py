@@ -178,6 +178,9 @@ def test_another_model_is_refused(tiny_model, tmp_path):
         kvjax.load_cache(folder, toys.tiny_model(seed=9))
     with pytest.raises(kvjax.UsageError, match="another shape"):
         kvjax.load_cache(folder, toys.tiny_model(num_layers=1))
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), tiny_model.params)
+    with pytest.raises(kvjax.UsageError, match=r"in float32, and .* in float16 are others; load it with dtype"):
+        kvjax.load_cache(folder, dataclasses.replace(tiny_model, params=params))
 
 
 def test_a_later_version_and_an_unknown_policy_are_refused(tiny_model, tmp_path, monkeypatch):

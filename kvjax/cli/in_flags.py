@@ -22,6 +22,7 @@ def in_flags(sentence: str, given: Sequence[str]) -> str:
             sentence = re.sub(rf"{_BEFORE}{name}=True\b", flag, sentence)
             sentence = re.sub(rf"{_BEFORE}{name}=False\b", without or r"\g<0>", sentence)
         sentence = re.sub(rf"{_BEFORE}{name}=(['\"])([^'\"]*)\1", rf"{flag} \2", sentence)
+        sentence = re.sub(rf"{_BEFORE}{name}=None\b", f"no {flag}", sentence)
         sentence = re.sub(rf"{_BEFORE}{name}=(?=[\s,.;)]|$)", flag, sentence)
         if "_" in name:
             sentence = re.sub(rf"{_BEFORE}{name}(?![\w=(])", flag, sentence)

@@ -72,9 +72,9 @@ def description_digest(description: dict[str, Any]) -> str:
     return _digest(json.dumps(description | {"checksum": checksum}, sort_keys=True).encode())
 
 
-def same_model(saved: dict[str, str], lm: LanguageModel) -> None:
-    """Refuse a cache of another model (UsageError)."""
-    mine = model_identity(lm)
+def same_model(saved: dict[str, str], lm: LanguageModel, dtype: str | None = None) -> None:
+    """Refuse a cache of another model (UsageError); ``dtype`` is what that was loaded in, if it is known."""
+    mine, own = model_identity(lm), str(lm.params.dtype)
     for kind in (None, *get_args(Weights)):
         other = dataclasses.replace(lm.config, weights=kind)
         if kind != lm.config.weights and saved["config"] == _config_digest(other):
@@ -85,6 +85,13 @@ def same_model(saved: dict[str, str], lm: LanguageModel) -> None:
     if saved["config"] != mine["config"]:
         raise UsageError(
             f"It was saved with the model {quoted(saved['name'])}, and {quoted(lm.name)} has another shape."
+        )
+    halves = {("float16", "float32"), ("float16", "bfloat16"), ("float32", "float16"), ("bfloat16", "float16")}
+    if saved["weights"] != mine["weights"] and (dtype, own) in halves:
+        # Its weights are other numbers than those that float32 and bfloat16 round to.
+        raise UsageError(
+            f"It was saved with the model {quoted(saved['name'])} in {dtype}, and the weights of {quoted(lm.name)} in "
+            f"{own} are others; load it with dtype={dtype!r}."
         )
     if saved["weights"] != mine["weights"]:
         raise UsageError(

@@ -222,7 +222,7 @@ def _empty(where: Path, saved: Saved, lm: LanguageModel) -> tuple[Cache, Policy 
     """
     config = lm.config
     try:
-        same_model(dataclasses.asdict(saved.model), lm)
+        same_model(dataclasses.asdict(saved.model), lm, saved.checksum and saved.checksum.dtype)
         policy = policy_from_json(saved.policy, config.positional == "rope")
         chooser = None if saved.rounds is None else policy_from_json(saved.rounds.policy)
         for each in (policy, chooser):

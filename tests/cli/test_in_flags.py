@@ -13,6 +13,11 @@ from kvjax.cli.in_flags import in_flags
     [
         ("generate hi", "so leave policy= out or give the same.", "so leave --policy out or give the same."),
         ("generate hi", "load it without weights='int4'.", "load it without --weights int4."),
+        (
+            "generate hi",
+            "It had weights=None, and x has weights='int8'.",
+            "It had no --weights, and x has --weights int8.",
+        ),
         ("read hi", "It is chosen again, so once=True is not for it.", "It is chosen again, so --once is not for it."),
         ("generate hi", "pass it as text, or chat=False.", "pass it as text, or --no-chat."),
         ("read hi", "leave once=False out.", "leave once=False out."),  # no flag says that
