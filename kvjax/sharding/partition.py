@@ -36,6 +36,7 @@ from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Policy
 from kvjax.policies.composed import FULL, HeadWise, Member, with_heads
 from kvjax.policies.page_capacities import page_capacities
+from kvjax.policies.window_layers import WithWindows
 from kvjax.sharding.mesh import Mesh
 
 
@@ -90,6 +91,22 @@ class LocalHeads(HeadWise):
         kept, every = self.protected_first[layer], self.heads[layer]
         groups = [(FULL, tuple(range(kept))), (self.inner, tuple(range(kept, every)))]
         return [(policy, heads, with_heads(config, len(heads))) for policy, heads in groups if heads]
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalWindows(WithWindows):
+    """A policy beside rings as a device runs it that has other heads of a layer with a window than of a global one.
+
+    Attributes:
+      window_heads: the KV heads that it has of a layer with a window.
+    """
+
+    window_heads: int
+
+    def part(self, config: ModelConfig, layer: int) -> tuple[Policy, int, ModelConfig]:
+        policy, number, seen_as = super().part(config, layer)
+        own = self.windows[layer] is None
+        return policy, number, seen_as if own else with_heads(seen_as, self.window_heads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,9 +281,16 @@ def _groups(part: Partition) -> tuple[tuple[Group, ...], ...]:
 def _local_policy(part: Partition) -> Policy:
     policy, config = part.policy, part.policy.seen_as(part.config)
     chosen = policy.chosen
-    if not isinstance(chosen, HeadWise) or chosen.whole_layers:
+    if isinstance(chosen, HeadWise) and not chosen.whole_layers:
+        groups = [part.groups(layer) for layer in policy.chosen_layers(part.config)]
+        protected = chosen.protected(config)
+        kept = [own[0].count if first else 0 for own, first in zip(groups, protected, strict=True)]
+        heads = tuple(sum(group.count for group in own) for own in groups)
+        policy = policy.with_chosen(LocalHeads(tuple(kept), heads, chosen.others(config)))
+    if not isinstance(policy, WithWindows):
         return policy
-    groups = [part.groups(layer) for layer in policy.chosen_layers(part.config)]
-    kept = [own[0].count if protected else 0 for own, protected in zip(groups, chosen.protected(config), strict=True)]
-    heads = tuple(sum(group.count for group in own) for own in groups)
-    return policy.with_chosen(LocalHeads(tuple(kept), heads, chosen.others(config)))
+    # Rings are divided by heads, and pools of a layer whose heads share its slots, say, by pages.
+    rings = [part.config_of(i).num_kv_heads for i, window in enumerate(policy.windows) if window is not None]
+    if not rings or rings[0] == part.local_config.num_kv_heads:
+        return policy
+    return LocalWindows(policy.policy, policy.windows, rings[0])

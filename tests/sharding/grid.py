@@ -181,9 +181,10 @@ GRID = (
     Case("razor_of_tova", "data=4,model=2", storage="int8", grow=True, layers=True),
     *(
         Case(policy, "data=2,model=2", heads, later=True, windows=True)
-        for policy in ("full", "snapkv", "adaptive", "think_of_adaptive", "merged_of_adaptive")
+        for policy in ("full", "snapkv", "adaptive", "adaptive_of_h2o", "think_of_adaptive", "merged_of_adaptive")
         for heads in (2, 3, 4)
     ),
+    Case("adaptive", "data=2,model=2", grow=True, windows=True),
     Case("full", "data=2,model=4", positional="alibi", later=True, context=True, layers=True),
 )
 CASES = {case.name: case for case in (*DEFAULT, *GRID)}

@@ -13,6 +13,8 @@ from kvjax.cache.page_sharding import PageSharding
 from kvjax.cache.pool import empty_layer
 from kvjax.cache.pool_sharding import shard, unshard
 from kvjax.policies import parse
+from kvjax.policies.page_capacities import page_capacities
+from kvjax.policies.window_layers import for_model
 from kvjax.sharding.mesh import Mesh, parse_mesh
 from kvjax.sharding.partition import Partition
 
@@ -76,6 +78,18 @@ def test_uneven_heads_are_balanced(protected, model):
     asked = {"prompt_tokens": 32768, "batch": 4, "policy": f"razor:heads={protected}", "memory_limit": 1 << 50}
     made = kvjax.plan(config, mesh=Mesh(1, model), **asked)
     assert 1.0 <= made.cache_over_even <= 1.1
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "adaptive", "adaptive:inner=h2o", "razor:heads=0.0"])
+@pytest.mark.parametrize("heads", [3, 4])
+def test_capacities_are_of_the_heads_that_a_device_has_beside_windows(policy, heads):
+    """Heads that share a layer's slots are not divided, and those of a window's ring are."""
+    config = toys.tiny_config(num_heads=2 * heads, num_kv_heads=heads, windows=(8, None))
+    part = Partition(Mesh(1, 2), config, for_model(parse(policy), config))
+    found = page_capacities(part.local_policy, part.local_config, 64, 16)
+    wanted = [sum(group.count for group in part.groups(layer)) for layer in range(2)]
+    assert [len(pages) for pages in found] == wanted
+    assert [part.local_policy.heads_of(part.local_config, layer) for layer in range(2)] == wanted
 
 
 def test_a_plan_is_of_one_device():
