@@ -216,6 +216,8 @@ class Cluster:
         try:
             # A process that is killed does not end the others.
             jax.config.update("jax_enable_recoverability", True)
+            # It would take SIGTERM, with which schedulers end a job, for a notice that nobody here reads.
+            jax.config.update("jax_enable_preemption_service", False)
             jax.distributed.initialize(
                 self.coordinator,
                 self.num_processes,

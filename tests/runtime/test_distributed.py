@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import jax
 import pytest
 from support.groups import groups
+from support.processes import free_port
 
 from kvjax.errors import UsageError
 from kvjax.runtime import distributed
@@ -139,6 +144,36 @@ def test_a_job_of_one_joins_nobody(monkeypatch):
     with pytest.raises(KeyError), Cluster("host:1", 2, 1).joined():
         raise KeyError
     assert calls[-2:] == [("host:1", 2, 1), "shutdown"]
+
+
+#: A process that joins another, and waits: their address and its number are given.
+_WAITS = """
+import sys, time
+from kvjax.runtime.distributed import Cluster
+with Cluster(sys.argv[1], 2, int(sys.argv[2])).joined():
+    print("joined", flush=True)
+    time.sleep(100)
+"""
+
+
+def test_sigterm_ends_a_process_that_has_joined_others():
+    """JAX's preemption service would take it for a notice: ``kill`` and schedulers would end nothing."""
+    address = f"127.0.0.1:{free_port()}"
+    home = Path(distributed.__file__).parents[2]
+    pair = [
+        subprocess.Popen([sys.executable, "-c", _WAITS, address, str(i)], stdout=subprocess.PIPE, cwd=home)
+        for i in range(2)
+    ]
+    try:
+        for process in pair:
+            assert process.stdout is not None and process.stdout.readline() == b"joined\n"
+        pair[1].send_signal(signal.SIGTERM)
+        assert pair[1].wait(20) == -signal.SIGTERM
+        assert pair[0].poll() is None
+    finally:
+        for process in pair:
+            process.kill()
+            process.communicate()
 
 
 def test_a_mesh_is_divided_among_processes(monkeypatch):
