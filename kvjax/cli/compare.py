@@ -105,8 +105,8 @@ def _run(
     try:
         comparison.run(chosen, lengths)
     except KeyboardInterrupt:
-        kept = f"what was measured so far is in {out}; the same command goes on from there"
-        _say(kept if comparison.rows else "nothing was measured yet")
+        kept = f"what was measured so far is in {out}" if comparison.rows else "nothing was measured yet"
+        _say(f"{kept}; the same command goes on from there")
         code = INTERRUPTED
     if comparison.rows:
         files.draw(comparison.rows)

@@ -195,8 +195,8 @@ def _measure(
         with progress.stage("job", "kvjax recommend:", unit="caches", total=len(chosen), done=0) as shown:
             measure(lm, made, chosen, request, done=earlier, save=save, shown=shown)
     except KeyboardInterrupt:
-        kept = f"what was measured so far is in {folder.path}; the same command goes on from there"
-        _say(kept if rows else "nothing was measured yet")
+        kept = f"what was measured so far is in {folder.path}" if rows else "nothing was measured yet"
+        _say(f"{kept}; the same command goes on from there")
         code = INTERRUPTED
     return rows, code
 

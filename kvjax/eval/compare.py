@@ -9,8 +9,10 @@ number of rows and falls into the same buckets.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import jax
 
@@ -26,13 +28,15 @@ from kvjax.eval.results import AFTER, IN_VIEW, Row, Scored, Settings, accuracy
 from kvjax.eval.ruler import match_all
 from kvjax.eval.suites.estimate import in_words
 from kvjax.generation import generate
-from kvjax.interrupt import interruptible
+from kvjax.interrupt import breakably, interruptible
 from kvjax.policies.base import Policy
 from kvjax.policies.best import resolve
 from kvjax.policies.window_layers import for_model
 from kvjax.runtime.compilation import compile_clock
 from kvjax.tables import counted
+from kvjax.waiting import in_thread
 
+T = TypeVar("T")
 #: Groups of answers as they come, with what they cost.
 Asked = Iterator[tuple[Scored, Cost]]
 
@@ -80,7 +84,7 @@ class Comparison:
                 missing = [c for c in entries if (length, c.name, c.retained) not in done]
                 if not missing:
                     continue
-                prompts, talks = self._material(length, asker)
+                prompts, talks = self._material(length)
                 spent: list[float] = []
                 for number, entry in enumerate(missing, 1):
                     began, compiled = time.perf_counter(), clock.seconds
@@ -100,16 +104,15 @@ class Comparison:
         now = {(length, each.name, each.retained): profile_of(each) for each in entries}
         self.rows = [row for row in self.rows if row.key not in now or (now[row.key] == row.profile and not row.retry)]
 
-    def _material(self, length: int, asker: Asker) -> tuple[list[Prompts], Talks | None]:
+    def _material(self, length: int) -> tuple[list[Prompts], Talks | None]:
         prompts = []
         for task in self.settings.tasks:
             self._say(f"{length} tokens: making {counted(self.settings.samples, 'sample')} of {task}, read once")
-            prompts.append(make_prompts(self.lm, self.settings, task, length))
-            asker.check()
+            prompts.append(_broken_off(functools.partial(make_prompts, self.lm, self.settings, task, length)))
         if not self.settings.turns:
             return prompts, None
         self._say(f"{length} tokens: making {counted(self.settings.samples, 'conversation')}, read once")
-        return prompts, make_talks(self.lm, self.settings, length)
+        return prompts, _broken_off(functools.partial(make_talks, self.lm, self.settings, length))
 
     def _row(self, asker: Asker, entry: Entry, length: int, prompts: Sequence[Prompts], talks: Talks | None) -> Row:
         row = Row(length, entry.name, entry.retained, profile=profile_of(entry))
@@ -165,6 +168,11 @@ class Comparison:
                 )
             self._prefill_rates[length, name] = output.stats.prompt_tokens_per_second
         return self._prefill_rates[length, name]
+
+
+def _broken_off(make: Callable[[], T]) -> T:
+    """What is made, unless Ctrl-C ends the wait: the model reads all samples in one program, which hears nothing."""
+    return breakably(lambda: in_thread(make))
 
 
 def _score(mode: str, task: str, answers: Answers, outputs: Sequence[tuple[str, ...]]) -> tuple[Scored, Cost]:

@@ -67,13 +67,14 @@ def test_ctrl_c_shows_what_there_is(cli, measured, tmp_path):
     assert (tmp_path / "accuracy.png").exists()
 
 
-def test_ctrl_c_before_the_first_row_says_that_there_is_none(cli, tmp_path, monkeypatch):
-    def run(self, entries, lengths):
+def test_ctrl_c_before_the_first_row_names_no_folder(cli, monkeypatch, tmp_path):
+    def interrupted(self, entries, lengths):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Comparison, "run", run)
-    ran = cli("compare", "--out", str(tmp_path), "--policies", "lagkv", "--lengths", "300", "--samples", "2")
-    assert ran.code == 130 and "nothing was measured yet" in ran.err
+    monkeypatch.setattr(Comparison, "run", interrupted)
+    ran = cli("compare", "--out", str(tmp_path / "out"), "--policies", "lagkv", "--lengths", "300", "--samples", "2")
+    assert ran.code == 130 and not ran.out and not (tmp_path / "out").exists()
+    assert "nothing was measured yet; the same command goes on from there" in ran.err
 
 
 def test_results_of_other_settings_are_not_mixed(cli, measured, tmp_path):

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import math
 import struct
+import threading
+import time
 import zlib
 
 import jax
@@ -18,8 +20,8 @@ from kvjax import files
 from kvjax.cache.groups import parts
 from kvjax.calibrate import save_profile
 from kvjax.errors import DoesNotFit, KvjaxError, UsageError
+from kvjax.eval import compare, entries, pictures, results
 from kvjax.eval import comparison_report as report
-from kvjax.eval import entries, pictures, results
 from kvjax.eval.compare import Comparison
 from kvjax.eval.entries import Entry, profile_of
 from kvjax.eval.follow_ups import TURNS
@@ -242,6 +244,29 @@ def test_ctrl_c_keeps_the_rows_before_it(lm, monkeypatch):
         comparison.run(entries.entries("streamingllm", [0.5]), [LENGTH])
     assert [row.policy for row in comparison.rows] == ["full"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("made", ["make_prompts", "make_talks"])
+def test_ctrl_c_ends_the_reading_of_samples_at_once(lm, monkeypatch, made):
+    import os
+    import signal
+
+    read = threading.Event()
+
+    def reads(*given):
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+        read.wait(20)  # as a program does
+
+    monkeypatch.setattr(compare, "make_prompts", lambda *given: None)
+    monkeypatch.setattr(compare, made, reads)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job starts without
+    begun = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Comparison(lm, SETTINGS).run([Entry("no policy")], [LENGTH])
+        assert time.monotonic() - begun < 10
+    finally:
+        read.set()  # what was broken off goes on by itself
 
 
 def scored(mode: str, *scores: float, task: str = "", first: tuple[int, ...] | None = None) -> Scored:
