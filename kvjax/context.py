@@ -14,7 +14,7 @@ from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import true_or_false
 from kvjax.errors import UsageError
 from kvjax.options import GenerationOptions
-from kvjax.policies import Policy, format_policy
+from kvjax.policies import Policy
 from kvjax.prompts import Prompt, Prompts
 from kvjax.request import Request
 from kvjax.rounds.conversation import Conversation
@@ -80,13 +80,6 @@ def _check_once(request: Request) -> None:
     """Refuse what cannot be one context of later rows."""
     if request.rows > 1:
         raise UsageError(f"once=True takes one text, which questions then share, and here are {request.rows}.")
-    config = request.lm.config
-    owners = [owner for layer in range(config.num_layers) for owner in request.policy.owners(config, layer)]
-    if request.lm.mesh is not None and any(owner.shares_slots for owner in owners):
-        raise UsageError(
-            f"On a mesh once=True takes a policy whose heads have equal budgets, and {format_policy(request.policy)} "
-            "gives each its own; leave once out, or the mesh."
-        )
 
 
 def _left_open(cache: Continuation, open: tuple[bool, ...]) -> Any:

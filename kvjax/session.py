@@ -31,7 +31,7 @@ from kvjax.rounds.strategy import RoundStrategy
 from kvjax.runtime import prefill_speed
 from kvjax.runtime.by_layers import compiles_faster_by_layers
 from kvjax.runtime.compilation import CompileClock, compile_clock
-from kvjax.runtime.decode import CHUNK, REASONS, RUNNING, DecodeState, initial_state
+from kvjax.runtime.decode import CHUNK, REASONS, RUNNING, DecodeState
 from kvjax.runtime.reading import Note, TokenStrategy
 from kvjax.text.detokenizer import text_of
 from kvjax.waiting import ready
@@ -251,7 +251,7 @@ class Session:
             return
         assert self._logits is not None
         spare = self._spare()
-        state = initial_state(self.cache, self._logits, self._present())
+        state = self.programs.begin(request.lm.config, self.cache, self._logits, self._present())
         self._logits = None
         controls = request.forced(self.controls, 0)
         state, made = self.programs.chunk(request.lm.params, state, controls, 1)

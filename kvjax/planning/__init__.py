@@ -135,8 +135,7 @@ def _on_chip(request: RequestShape, reserve: int | None, named: Chip) -> Plan:
 
 def _that_fits(request: RequestShape, reserve: int | None, gpu: GpuMemory | None, source: str | None) -> Plan:
     """The plan of sizes that are shared with other requests, or else of exact ones; DoesNotFit where neither fits."""
-    of_mesh = request.mesh is not None and not request.policy.offloads_rounds
-    for exact in dict.fromkeys((of_mesh, True)):
+    for exact in (False, True):
         made = request.first_plan(reserve, exact=exact)
         if made.fits:
             return dataclasses.replace(made, memory_source=source)
@@ -202,7 +201,7 @@ def fitting(
     check_sizes(policy, config, prompt_bucket(context + tokens), NEW_TOKENS)
     given = config, policy, rows, tokens, 1, dtype, limit, storage, mesh, context, scored, held_context, once
     request = RequestShape(*given)
-    sizes = request.sizes(reserve, held, exact=exact or mesh is not None)
+    sizes = request.sizes(reserve, held, exact=exact)
     for size in sizes:
         # What a later question selects is not known yet: rows of padding are added where even all of it would fit.
         spare_rows = policy.offloads_rounds and size != sizes[-1]

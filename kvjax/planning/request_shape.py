@@ -85,7 +85,7 @@ class RequestShape:
         if not policy.offloads_rounds:
             return self.sizes(reserve, exact=exact)[0]
         held = slots_below(config, self.context, spare=reserve or 0, exact=exact) if self.context else 0
-        rows = batch if exact or self.mesh is not None else batch_bucket(batch)
+        rows = batch if exact else batch_bucket(batch)
         later = (RESERVE if reserve is None and self.context else reserve or 0) // rows
         spare = reserves(self.whole, later, outgrown=bool(held))[0]
         return Allocation(rows, slots_below(config, self.whole, held=held, spare=spare, exact=exact))
@@ -141,6 +141,7 @@ class RequestShape:
             context_bytes=found.context,
             windows=config.windows_by_layer,
             notice=self._notice(),
+            rows=size.rows if mesh is None else mesh.rows(size.rows),
         )
 
     def _kept(self, policy: Policy) -> list[np.ndarray]:

@@ -7,7 +7,6 @@ import itertools
 import operator
 from typing import Any
 
-from kvjax.sharding.mesh import parse_mesh
 from kvjax.tables import Column, Table, human_bytes, windows_text
 
 
@@ -18,7 +17,7 @@ class Plan:
     Attributes:
       policy: its text form.
       mesh: its text form, or None.
-      batch, prompt_tokens, max_new_tokens: the request.
+      batch, prompt_tokens, max_new_tokens: the request. rows: those that are allocated, on all devices together.
       weights_bytes: the model's parameters.
       cache_bytes: the cache as allocated when decoding ends, counters included; exact. Of RoundAttention's first
         question, which holds all tokens in all layers; with ``inner``, which keeps less of a context, at most so much.
@@ -32,7 +31,8 @@ class Plan:
       shares_context: whether rows share slots of a context, or hold a copy of it each.
       context_bytes: of ``cache_bytes``, what the rows share of the context.
       cache_over_even: ``cache_bytes`` over an even share of the cache that one device alone would hold; what is above 1
-        is rows that pad the batch, pages that do not divide, and counters that several devices hold.
+        is rows without which the mesh would not divide them, pages that do not divide, and counters that several
+        devices hold.
       total_bytes: weights, cache and prefill peak.
       memory_limit: bytes the device has, or None when it does not say; of a GPU, those that JAX may take.
       memory_source: on a GPU, where that number comes from.
@@ -67,6 +67,7 @@ class Plan:
     notice: str | None = None
     choice: str | None = None
     later_bytes: int | None = None
+    rows: int = 0
 
     @property
     def fits(self) -> bool:
@@ -137,10 +138,8 @@ class Plan:
 
     @property
     def _padding(self) -> str:
-        """The rows that a mesh makes of the batch, where they are more."""
-        mesh = parse_mesh(self.mesh)
-        rows = self.batch if mesh is None else mesh.rows(self.batch)
-        return "" if rows == self.batch else f"; the batch is padded to {rows} rows"
+        """The rows that are made of the batch, where they are more."""
+        return "" if self.rows == self.batch else f"; the batch is padded to {self.rows} rows"
 
     def _window(self, layer: int) -> str:
         window = self.windows[layer] if self.windows else None

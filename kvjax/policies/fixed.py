@@ -43,7 +43,8 @@ class Fixed(Policy):
 
     @property
     def heads_alike(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.policy.heads_alike
+        # Devices divide the pages of a context whose heads share slots, and rows' own as they do.
+        return self.policy.heads_alike and not self.policy.shares_slots
 
     def capacities(self, config: ModelConfig, prompt: int, new: int) -> tuple[tuple[int, ...], ...]:
         return self.policy.capacities(config, prompt, new)

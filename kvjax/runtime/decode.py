@@ -31,7 +31,7 @@ from kvjax.runtime.decode_attention import attend
 from kvjax.runtime.own_policies import with_next_checked, with_row_still_due
 from kvjax.runtime.sampling import Sampling, log_probability, sample
 from kvjax.runtime.stopping import FOUND, StopTable
-from kvjax.sharding.compile import Device
+from kvjax.sharding.compile import Device, put
 
 #: Tokens a compiled call has room for. How many of them it makes is traced.
 CHUNK = 64
@@ -198,7 +198,7 @@ def record(
     )
 
 
-def initial_state(cache: Cache, logits: Any, present: Bool[np.ndarray, "N V"]) -> DecodeState:
+def initial_state(device: Device, cache: Cache, logits: Any, present: Bool[np.ndarray, "N V"]) -> DecodeState:
     """The state before the first token, of arrays or of their shapes.
 
     Rows of the cache that ``present`` does not have are padding and have ended.
@@ -213,8 +213,9 @@ def initial_state(cache: Cache, logits: Any, present: Bool[np.ndarray, "N V"]) -
         "logprobs": np.zeros((batch, CHUNK), np.float32),
         "first": np.bool_(True),
     }
-    # On the device, as the program's results are: it is found again by where its arguments are.
-    return DecodeState(cache=cache, logits=logits, **put_beside(cache.seen, begin))
+    # Where the program's results will be: it is found again by where its arguments are.
+    placed = put_beside(cache.seen, begin) if device.mesh is None else put(device, begin)
+    return DecodeState(cache=cache, logits=logits, **placed)
 
 
 def decode_chunk(

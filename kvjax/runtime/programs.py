@@ -63,7 +63,7 @@ class ProgramSet:
 
     Attributes:
       mesh: the devices, None for one. config: the model; None on one device.
-      exact: whether one device runs as many rows as there are, and not a bucket of them.
+      exact: whether as many rows are run as there are, or as the mesh divides, and not a bucket of them.
     """
 
     mesh: Mesh | None = None
@@ -76,9 +76,8 @@ class ProgramSet:
 
     def rows(self, batch: int) -> int:
         """Rows to run for ``batch`` of them: the others are padding, which ends at once and is dropped."""
-        if self.mesh is not None:
-            return self.mesh.rows(batch)
-        return batch if self.exact else batch_bucket(batch)
+        rows = batch if self.exact else batch_bucket(batch)
+        return rows if self.mesh is None else self.mesh.rows(rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,11 +153,15 @@ class Programs(ProgramSet):
         cache = jax.eval_shape(lambda: device.empty(rows, dtype=dtype, storage=storage, **capacities))
         logits = jax.ShapeDtypeStruct((rows, config.vocab_size), np.float32)
         cache, logits = shapes_beside(jax.tree.leaves(params)[0], (cache, logits))
-        state = initial_state(cache, logits, present)
+        state = initial_state(device, cache, logits, present)
         DECODE_CHUNK.compile_ahead(device, params, state, controls, np.int32(1))
         if onto is not None:
             tokens, count = np.zeros((rows, onto), np.int32), np.zeros((rows,), np.int32)
             PREFILL_ONTO.compile_ahead(device, params, cache, tokens, count, count, own_capacity=None, **capacities)
+
+    def begin(self, config: ModelConfig, cache: Cache, logits: jax.Array, present: np.ndarray) -> DecodeState:
+        """What the first :meth:`chunk` takes: :func:`kvjax.runtime.decode.initial_state`."""
+        return initial_state(self.device(cache.policy, config), cache, logits, present)
 
     def chunk(
         self, params: Decoder, state: DecodeState, controls: Controls, steps: int

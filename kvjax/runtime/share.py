@@ -67,8 +67,9 @@ def share_chosen(device: Device, cache: Cache, *, prompt_capacity: int, dtype: A
     row = device.empty(cache.batch, prompt_capacity, 0, dtype, cache.storage, own_capacity=0)
     counters = {"seen": cache.seen, "prompt_end": cache.prompt_end, "next_token": cache.next_token}
     if chooser_of(policy).shares_layers:
-        (pool,), (pages,) = cache.layers, whole
-        pool = resize(pool, tuple(min(pair) for pair in zip(pages, pool.pages, strict=True)))
+        (pool,) = cache.layers
+        pages = tuple(min(pair) for pair in zip(rounded(pool, whole[0]), pool.pages, strict=True))
+        pool = resize(pool, pages)
         return row.replace(**counters), SharedContext(((pool,),), cache.seen, prompt_capacity)
     layers, shared = [], []
     for i, (layer, own) in enumerate(zip(cache.layers, row.layers, strict=True)):
@@ -89,6 +90,8 @@ def share_chosen_types(
     """A tree like what :func:`share_chosen` gives, of a cache of all devices: of the same types, not sizes."""
     policy, config = device.policy, device.config
     row = jax.eval_shape(lambda: device.empty(1, prompt_capacity, 0, dtype, cache.storage, own_capacity=0))
+    if chooser_of(policy).shares_layers:
+        return row, SharedContext((cache.layers,), cache.seen, prompt_capacity)
     once = [policy.part(config, i)[0].chosen_once for i in range(len(cache.layers))]
     layers = [own if yes else layer for own, layer, yes in zip(row.layers, cache.layers, once, strict=True)]
     shared = tuple(tuple(parts(layer)) if yes else (None,) for layer, yes in zip(cache.layers, once, strict=True))

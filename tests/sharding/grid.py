@@ -125,6 +125,7 @@ DEFAULT = (
     Case("adaptive", "data=2,model=2", later=True, windows=True),
     Case("adaptive_of_h2o", "data=2,model=2", kv_heads=3, later=True, saved=True),
     Case("snapkv", "data=2,model=4", kv_heads=3, later=True, context=True, once=True),
+    Case("adaptive_of_all", "data=2,model=4", kv_heads=3, later=True, context=True, once=True),
     Case("expected_attention_of_texts", "data=2,model=4", storage="int8", later=True, saved=True),
 )
 GRID = (
@@ -155,16 +156,20 @@ GRID = (
     *(Case(policy, mesh, later=True, context=True) for policy in ("full", "lagkv", "razor", "h2o") for mesh in MESHES),
     *(
         Case(policy, mesh, heads, storage, later=True, context=True, once=True)
-        for policy in ("kvzip", "expected_attention", "learned")
+        for policy in ("kvzip", "expected_attention", "learned", "adaptive", "adaptive_of_all")
         for mesh in MESHES
         for heads, storage in ((4, "model"), (1, "int8"))
     ),
     Case("snapkv", "data=2,model=2", 4, later=True, context=True, once=True, windows=True),
     *(
-        Case("razor_of_learned", mesh, heads, later=True, context=True, once=True)
+        Case(policy, mesh, heads, later=True, context=True, once=True)
+        for policy in ("razor_of_learned", "razor_of_adaptive")
         for mesh, heads in (("data=4,model=2", 3), ("data=2,model=4", 4))
     ),
-    Case("keydiff", "data=2,model=4", positional="alibi", later=True, context=True, once=True),
+    *(
+        Case(policy, "data=2,model=4", positional="alibi", later=True, context=True, once=True)
+        for policy in ("keydiff", "adaptive_of_all")
+    ),
     *(Case("full", "data=2,model=4", heads, later=True, saved=True, context=True) for heads in (1, 3)),
     Case("full", "data=2,model=4", positional="alibi", later=True, context=True),
     Case("think_of_adaptive", "data=2,model=4", kv_heads=3, later=True, saved=True),

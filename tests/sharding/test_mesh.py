@@ -101,9 +101,12 @@ def test_a_plan_is_of_one_device():
     assert shared.cache_bytes * 8 == pytest.approx(alone.cache_bytes, rel=0.01)
     norms = sum(2 * 32 for _ in range(config.num_layers)) * 4 + 32 * 4
     assert shared.weights_bytes == (alone.weights_bytes - norms) // 2 + norms
-    # A batch is padded to whole rows of devices, and that is said.
+    # A batch is padded as on one device, and then to whole rows of devices; that is said.
     padded = kvjax.plan(config, prompt_tokens=4096, batch=5, mesh="data=4,model=2")
-    assert padded.cache_bytes == shared.cache_bytes and padded.cache_over_even == pytest.approx(1.6, rel=0.02)
+    assert padded.cache_bytes == shared.cache_bytes and padded.cache_over_even == pytest.approx(1, rel=0.01)
+    wider = kvjax.plan(config, prompt_tokens=4096, batch=5, mesh="data=3,model=2")
+    assert (padded.rows, wider.rows) == (8, 9) and wider.cache_over_even == pytest.approx(9 / 8, rel=0.01)
+    assert all(f"padded to {plan.rows} rows" in plan.table() for plan in (padded, wider))
     with pytest.raises(kvjax.DoesNotFit, match="on each device"):
         kvjax.plan(config, prompt_tokens=4096, batch=8, mesh="data=4,model=2", memory_limit=shared.total_bytes - 1)
 
