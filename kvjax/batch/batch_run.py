@@ -206,7 +206,7 @@ class _Run:
             # Of a folder that all share each process checks a part.
             if turn == 0 and holders[i][i % len(holders[i])] == self._group.process:
                 shards[i].check([(number, row_id(self._job.source, number)) for number in self._numbers(manifest, i)])
-            shards[i].clean()
+        manifest.clean(self._folder, set(here))
         return set(holders)
 
     def _agree(self, shard_rows: int) -> Manifest:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from kvjax import version
-from kvjax.batch.output import Shard
+from kvjax.batch.output import Shard, using
 from kvjax.batch.source import Source
 from kvjax.cache.quantisation import parse_storage
 from kvjax.checkpoints.digest import weights_digest
@@ -44,6 +44,8 @@ _SHARDS_EACH = 32
 
 #: Names of shards and of what they are made from, with the shard's number and how many there are.
 _SHARD_FILE = re.compile(r"\.?part-([0-9]{5,9})-of-([0-9]{5,9})\.[a-z]+(?:\.(?:journal|tmp))?")
+#: What is left beside a shard by a process that was killed; earlier versions wrote shards as ``.tmp``.
+_LEFT = re.compile(r"\.part-([0-9]{5,9})-of-[0-9]{5,9}\.[a-z]+(?:\.(?:journal|tmp)|-\w+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +152,15 @@ class Manifest:
                     f"{folder} holds {quoted(name)}, and the job that {MANIFEST} describes has {self.shard_count} "
                     f"shard{'s' * (self.shard_count > 1)}; restore {MANIFEST}, or choose another folder."
                 )
+
+    def clean(self, folder: Path, finished: Collection[int]) -> None:
+        """Delete what killed processes, or earlier ones, left beside the shards with these numbers."""
+        with using("read", folder):
+            names = os.listdir(folder)
+        for name in names:
+            if (found := _LEFT.fullmatch(name)) and int(found[1]) in finished:
+                with using("removed", folder / name):
+                    (folder / name).unlink(missing_ok=True)
 
     def rows(self, shard: int) -> range:
         """Positions of a shard's rows in the output's order."""

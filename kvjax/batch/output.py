@@ -16,7 +16,7 @@ from kvjax.batch.saved import SavedRecord
 from kvjax.batch.source import needed
 from kvjax.documents import NotADocument, parse_json, validated
 from kvjax.errors import KvjaxError
-from kvjax.files import sync_folder
+from kvjax.files import write_atomically
 
 #: Formats of answers, by the end of their files' names.
 FORMATS = ("jsonl", "parquet")
@@ -26,14 +26,14 @@ class Shard:
     """One output file and the journal it is made from.
 
     Batches go to a journal beside it, a line each, durable before the next one starts; when the last row is there, the
-    shard is written under a temporary name and renamed. A killed process so loses the batch it was in.
+    shard is written under a name that no other process has, and renamed. A killed process so loses the batch it was in,
+    and one that was taken for lost and wakes writes nothing into what another writes in its place.
     """
 
     def __init__(self, folder: Path, number: int, count: int, kind: str):
         self.path = folder / f"part-{number:05d}-of-{count:05d}.{kind}"
         self._kind = kind
         self._journal = folder / f".{self.path.name}.journal"
-        self._temporary = folder / f".{self.path.name}.tmp"
 
     @property
     def finished(self) -> bool:
@@ -45,7 +45,7 @@ class Shard:
 
     def check(self, rows: Sequence[Named]) -> None:
         """Refuse a finished shard that does not hold these rows in this order, and nothing else; it stays as it is."""
-        with _using("read", self.path):
+        with using("read", self.path):
             check_rows(self.path, self._kind, rows)
 
     def recover(self, is_ours: Callable[[SavedRecord], bool] = lambda record: True) -> dict[int, Record]:
@@ -57,7 +57,7 @@ class Shard:
         if not self._journal.exists():
             return {}
         records: dict[int, Record] = {}
-        with _using("read", self._journal), self._journal.open("r+b") as file:
+        with using("read", self._journal), self._journal.open("r+b") as file:
             kept = 0
             for line in file:
                 batch = _batch(line, is_ours)
@@ -72,7 +72,7 @@ class Shard:
     def note(self, batch: Sequence[Record]) -> None:
         """Make a finished batch last."""
         line = _dumps(list(batch)) + b"\n"
-        with _using("written", self._journal), self._journal.open("ab") as file:
+        with using("written", self._journal), self._journal.open("ab") as file:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
@@ -80,24 +80,22 @@ class Shard:
     def finish(self, records: Sequence[Record]) -> None:
         """Write the complete shard, in this order, and drop its journal."""
         data = _parquet(records) if self._kind == "parquet" else b"".join(_dumps(r) + b"\n" for r in records)
-        with _using("written", self.path):
-            with self._temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            self._temporary.replace(self.path)
-            sync_folder(self.path.parent)
+        try:
+            write_atomically(self.path, data)
+        except KvjaxError:
+            # Another process has finished it meanwhile, and removed what it took for left behind.
+            if not self.finished:
+                raise
         self.clean()
 
     def clean(self) -> None:
-        """Delete the files that a process may have left when it was killed after the shard was there."""
-        for path in (self._temporary, self._journal):
-            with _using("removed", path):
-                path.unlink(missing_ok=True)
+        """Delete the journal, which a finished shard needs no more."""
+        with using("removed", self._journal):
+            self._journal.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def _using(how: str, path: Path) -> Iterator[None]:
+def using(how: str, path: Path) -> Iterator[None]:
     """One sentence for a file that cannot be read, written or removed."""
     try:
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from types import SimpleNamespace
 
@@ -97,6 +98,7 @@ def test_finished_shards_are_not_touched_and_a_finished_job_does_nothing(run, wh
     first = run.folder("out") / "part-00000-of-00002.jsonl"
     (first.parent / ".part-00000-of-00002.jsonl.journal").write_bytes(b"left by a process killed just then")
     (first.parent / ".part-00000-of-00002.jsonl.tmp").write_bytes(b"and this")
+    (first.parent / ".part-00000-of-00002.jsonl-x3_k9qa0").write_bytes(b"and this")
     before = first.stat()
     run(ROWS, shard_rows=8)
     after = first.stat()
@@ -107,6 +109,29 @@ def test_finished_shards_are_not_touched_and_a_finished_job_does_nothing(run, wh
     report, _ = run(ROWS)
     assert (report.answered, report.already, report.generated_tokens) == (0, len(ROWS), 0)
     assert times == {path: path.stat().st_mtime_ns for path in first.parent.iterdir()}
+
+
+def test_a_process_that_wakes_where_another_took_over_damages_no_shard(tmp_path, monkeypatch):
+    """It was stopped, not killed, and JAX ends it a moment after it wakes: at any line of what it was writing."""
+    ours, theirs = (Shard(tmp_path, 0, 1, "jsonl") for _ in range(2))
+    records = [{"row": row, "id": row, "error": "no"} for row in range(40)]
+
+    def killed(handle):
+        raise Killed
+
+    def woken(handle):
+        monkeypatch.setattr(os, "fsync", killed)
+        with pytest.raises(Killed):
+            theirs.finish(records[:3])
+        monkeypatch.undo()
+
+    monkeypatch.setattr(os, "fsync", woken)
+    ours.finish(records)
+    written = ours.path.read_bytes()
+    assert len(written.splitlines()) == 40
+    monkeypatch.setattr(os, "fsync", lambda handle: jobs.Manifest({}, 1).clean(tmp_path, {0}))
+    theirs.finish(records)  # what it wrote was taken for left behind, and is there all the same
+    assert contents(tmp_path) == {ours.path.name: written}
 
 
 def test_ctrl_c_keeps_what_is_answered(run, whole, quick, monkeypatch):
