@@ -91,6 +91,26 @@ class Group:
         while (ticket := self._client.key_value_increment(f"{self._name}/{what}", 1) - 1) < count:
             yield ticket
 
+    def check_count(self, patience: float) -> None:
+        """Refuse (UsageError) processes that were told of another number of them: JAX lets each go on with its own.
+
+        No :meth:`gather`, in which those would wait for one another. One that has told nothing after ``patience``
+        seconds is dead.
+        """
+        mine, end = str(self.processes), time.monotonic() + patience
+        self.tell("processes", mine)
+        while self.processes > 1 and time.monotonic() < end:
+            told = self.told("processes")
+            for process, count in sorted(told.items()):
+                if count != mine:
+                    raise UsageError(
+                        f"Process {process} was told of {count} processes, and process {self.process} of {mine}; give "
+                        "all the same --num-processes."
+                    )
+            if len(told) == self.processes:
+                return
+            time.sleep(_POLL)
+
     def wait_for_others_to_leave(self) -> None:
         """Wait until every other process has left the runtime or is lost, ``START`` seconds at most."""
         end = time.monotonic() + START
@@ -159,6 +179,14 @@ def group() -> Group:
     return Group(jax.process_index(), jax.process_count(), distributed.global_state.client)
 
 
+def _joined_group() -> Group:
+    """The group of all processes as this one was told of them: a backend may wait for as many as that."""
+    from jax._src import distributed
+
+    state = distributed.global_state
+    return Group(state.process_id, state.num_processes or 1, state.client)
+
+
 def _is_address(text: str) -> bool:
     """Whether text is HOST:PORT."""
     host, _, port = text.rpartition(":")
@@ -198,16 +226,18 @@ class Cluster:
     @contextmanager
     def joined(self) -> Iterator[None]:
         """Join the other processes for this block, which must come before JAX does anything else."""
-        joins = self._join()
+        if not self._join():
+            yield
+            return
+        everyone = _joined_group()
         try:
+            everyone.check_count(self.heartbeat)
             yield
         finally:
-            if joins:
-                everyone = group()
-                if everyone.process == 0:  # it keeps the others' words
-                    # All have ended or heard that one has not, so this waits for moments.
-                    everyone.wait_for_others_to_leave()
-                jax.distributed.shutdown()
+            if everyone.process == 0:  # it keeps the others' words
+                # All have ended or heard that one has not, so this waits for moments.
+                everyone.wait_for_others_to_leave()
+            jax.distributed.shutdown()
 
     def _join(self) -> bool:
         """Whether JAX's runtime was started here; not where it runs already, nor for a job of one process."""

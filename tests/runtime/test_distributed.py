@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from support.groups import groups
+from support.groups import groups, together
 from support.processes import free_port
 
 from kvjax.errors import UsageError
@@ -52,6 +53,25 @@ def test_what_a_lost_process_had_told_is_gathered_and_nobody_waits_for_it(monkey
     for thread in threads:
         thread.join(30)
     assert found == {0: {0: "0", 1: "its last", 2: "2"}, 2: {0: "0", 1: "its last", 2: "2"}}
+
+
+@pytest.mark.parametrize("counts", [(3, 2, 3), (2, 3, 3), (3, 3, 3)])
+def test_processes_must_have_been_told_of_the_same_number(counts, monkeypatch):
+    monkeypatch.setattr(distributed, "_POLL", 0.001)
+    made = groups(3)
+    for group, count in zip(made, counts, strict=True):
+        group.processes = count
+    raised = together([functools.partial(group.check_count, 30) for group in made])
+    for number, error in enumerate(raised):
+        if 2 in counts:
+            assert f"and process {number} of {counts[number]}; give all the same --num-processes" in str(error)
+        else:
+            assert error is None
+
+
+def test_one_that_tells_nothing_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(distributed, "_POLL", 0.001)
+    groups(2)[0].check_count(0.01)
 
 
 def test_claims_are_taken_once():
