@@ -34,14 +34,18 @@ def show_help() -> None:
 
 
 def typed_turns(ask: Any = None) -> Iterator[str]:
-    """Messages typed at a terminal until Ctrl-D, or Ctrl-C twice; ``ask`` gives the next, by default the prompt."""
+    """Messages typed at a terminal until Ctrl-D, or Ctrl-C twice with nothing typed between.
+
+    Args:
+      ask: gives the next message, by default from the prompt; its KeyboardInterrupt may hold what had been typed.
+    """
     ask = ask or _prompt()
     asked = False
     while True:
         try:
             text = ask()
-        except KeyboardInterrupt:
-            if asked:
+        except KeyboardInterrupt as pressed:
+            if asked and not any(pressed.args):
                 return
             asked = True
             print("Press Ctrl-C once more to leave, or type on.", file=sys.stderr)
@@ -62,7 +66,14 @@ def _prompt() -> Any:
 
     stream = sys.stderr if sys.stderr.isatty() else sys.stdout
     session: PromptSession[str] = PromptSession(history=_history(), output=create_output(stream))
-    return lambda: session.prompt("\n> ")
+
+    def ask() -> str:
+        try:
+            return session.prompt("\n> ")
+        except KeyboardInterrupt as pressed:
+            raise KeyboardInterrupt(session.default_buffer.text) from pressed
+
+    return ask
 
 
 def _history() -> History:

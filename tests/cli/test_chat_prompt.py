@@ -92,6 +92,7 @@ def test_a_talk_at_a_terminal(tmp_path):
         talk.type("half a mess\x03", "once more to leave")
         talk.type("a message\r", "asked 'a message'")  # typing on takes the question back
         talk.type("\x03", "once more to leave")
+        talk.type("and another\x03", "once more to leave")  # so does what is dropped
         assert talk.leave("\x03") == 0
     history = tmp_path / "kvjax" / "chat_history"
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
