@@ -59,6 +59,7 @@ def warm(
       batch: numbers of prompts that will be answered together.
       chat: also compile a conversation: turns of each length and short ones.
       options: of the calls, as for :func:`kvjax.generate`; those that change the cache, such as ``storage``, count.
+        With ``context=``, a text as long as those to come, the prompts and the conversation are read onto it.
 
     Returns:
       What each form compiled.
@@ -113,13 +114,14 @@ def _generating(lm: LanguageModel, ids: list[int], rows: int) -> Any:
 def _talking(lm: LanguageModel, tokens: int) -> Any:
     """Conversations that begin with so many tokens, on which their allocations depend: then as many and one, or one."""
 
-    def turns(**options: Any) -> None:
+    def turns(*, context: str | Sequence[int] | None = None, **options: Any) -> None:
         first = Chat(lm, **options).options
         later = dataclasses.replace(first, policy=None)
         for lengths in ([tokens, tokens, 1], [tokens, 1]):
             held = None
             for count in [length for i, length in enumerate(lengths) if sum(lengths[: i + 1]) < lm.config.max_position]:
-                request = Request(lm, [0] * count, first if held is None else later, cache=held)
+                begun: dict[str, Any] = {"context": context} if held is None else {"cache": held}
+                request = Request(lm, [0] * count, first if held is None else later, **begun)
                 held = Owned(answer(request).cache)  # lent or not, as a chat does
 
     return turns

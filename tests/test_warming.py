@@ -27,6 +27,16 @@ def test_calls_of_the_warmed_forms_compile_nothing():
         assert dict(programs) == before
 
 
+def test_what_is_read_onto_a_context_is_warmed_with_one_as_long():
+    lm = toys.tiny_model(max_position=1024)
+    with compiled_programs() as programs:
+        kvjax.warm(lm, lengths=[20], context="a" * 300, chat=True)
+        before = dict(programs)
+        talk = kvjax.Chat(lm, context="c" * 300, max_new_tokens=2)
+        talk.send("hello")
+        assert dict(programs) == before
+
+
 def test_what_does_not_fit_together_is_not_answered_in_parts():
     lm = toys.tiny_model()
     kvjax.generate(lm, [[7] * 5] * 40, memory_limit=2_000_000, max_new_tokens=2)

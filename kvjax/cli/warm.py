@@ -34,18 +34,25 @@ def warm(
     conversation: Annotated[
         bool, typer.Option("--conversation", help="Also compile what the turns of `kvjax chat` need.")
     ] = False,
+    context: Annotated[
+        str | None,
+        typer.Option("--context", help="Text (or @FILE) as long as those that the prompts will share, if they will."),
+    ] = None,
     options: dict[str, Any],
     mesh: flag.Mesh = None,
     json: flag.Json = False,
 ) -> None:
     """Compile ahead what later commands will need.
 
-    Programs are kept on disk ($KVJAX_CACHE, ~/.cache/kvjax by default) for every later process.
+    Programs are kept on disk ($KVJAX_CACHE, ~/.cache/kvjax by default) for every later process. Those that read a
+    prompt onto a shared text are others: --context names such a text.
     """
     sizes = inputs.integers(lengths, "--lengths") or (), inputs.integers(batch, "--batch") or ()
     if not all(sizes):
         raise UsageError("--lengths and --batch take at least one number each.")
     policies = tuple(policy or ("full",))
+    if context is not None:
+        options |= {"context": inputs.text(context, "--context")}
     for each in policies:
         first_steps.check_policy(each)
     lm = first_steps.load(model, dtype, mesh, weights=weights)
