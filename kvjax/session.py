@@ -173,12 +173,12 @@ class Session:
         self.times.prompt += spent
         self.times.first += spent
 
-    def _check_kept(self, retained: list[np.ndarray]) -> None:
+    def _check_kept(self, retained: list[np.ndarray], decoded: bool = False) -> None:
         """Refuse a policy that kept what cannot be; see ``kvjax/policies/guard.py``."""
         request, rows = self.request, self.request.rows
         layers = layers_of(self.cache, request.policy, request.lm.mesh is not None)
         own = [kept[:rows] for kept in retained]
-        check_kept(request.policy, layers, own, as_numpy(self.cache.seen)[:rows], request.lm.config)
+        check_kept(request.policy, layers, own, as_numpy(self.cache.seen)[:rows], request.lm.config, decoded)
 
     def _compile_ahead(self) -> None:
         """Begin to compile what follows the first prefill: a decode loop takes longer to compile than a prefill."""
@@ -339,7 +339,7 @@ class Session:
         request, cache, n = self.request, self.cache, self.request.n
         own = retained_on_host(request.policy, cache.layers)
         counters = own, cache.shared_lengths, as_numpy(cache.seen), cache.clipped
-        self._check_kept(own)
+        self._check_kept(own, decoded=self._fed > 0)
         left = self.continuation()
         rows = [self._output(row, cache, left, *counters) for row in range(request.rows)]
         grouped = [rows[i] if n == 1 else rows[i * n : (i + 1) * n] for i in range(len(rows) // n)]

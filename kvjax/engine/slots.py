@@ -216,7 +216,7 @@ class Slots:
                 row.on_change(row)
         self._finish(ended)
 
-    def _guard(self, cache: Cache) -> Callable[[int], None]:
+    def _guard(self, cache: Cache, decoded: bool = False) -> Callable[[int], None]:
         """Refuses (UsageError) what a policy of the user's own has kept of a row, if it cannot be."""
         if not has_own(self.policy.chosen):
             return lambda index: None
@@ -225,7 +225,7 @@ class Slots:
 
         def check(index: int) -> None:
             row = slice(index, index + 1)
-            check_kept(self.policy, layers, [each[row] for each in kept], seen[row], self.lm.config)
+            check_kept(self.policy, layers, [each[row] for each in kept], seen[row], self.lm.config, decoded)
 
         return check
 
@@ -303,7 +303,7 @@ class Slots:
         if not ended:
             return
         cache = self._state.cache
-        numbers, check = self._numbers(cache), self._guard(cache)
+        numbers, check = self._numbers(cache), self._guard(cache, decoded=True)
         for slot, row, reason in ended:
             try:
                 check(slot)

@@ -23,6 +23,7 @@ from kvjax.policies.base import BEFORE_THE_FIRST, BEYOND, NOT_FINITE, STILL_DUE,
 from kvjax.policies.composed import HeadWise
 from kvjax.policies.composition import has_own, is_own
 from kvjax.policies.signals import Signals
+from kvjax.policies.sized import Sized
 from kvjax.policies.traced_checks import own_within
 
 #: Rows for which state is tried: no other axis of a policy has as many.
@@ -67,6 +68,14 @@ def check_value(policy: Policy) -> None:
     compacts = cls.maintain is not Policy.maintain or cls.maintain_layers is not Policy.maintain_layers
     if is_own(policy) and cls.maintains is True and not compacts:
         raise UsageError(f"{name}.maintains is true, and nothing makes a row due no more; write {name}.maintain.")
+    if is_own(policy) and policy.shares_layers is True:
+        unwritten = [each for each in ("weigh", "choose") if getattr(cls, each) is getattr(Policy, each)]
+        if unwritten:
+            raise UsageError(
+                f"{name}.shares_layers is true; write {name}.{unwritten[0]}, as all layers choose together."
+            )
+        if policy.shares_slots is not True:
+            raise UsageError(f"{name}.shares_layers is true; set {name}.shares_slots, as heads share their slots too.")
     twin = copy.copy(policy)
     if not _hashes(policy) or not _equal(policy, twin) or hash(policy) != hash(twin):
         raise UsageError(f"Two {name} of the same fields are not equal; leave __eq__ and __hash__ to the dataclass.")
@@ -198,7 +207,13 @@ def _check_hidden(policy: Policy, config: ModelConfig) -> None:
 def _budgets(policy: Policy, config: ModelConfig, layer: int, totals: np.ndarray) -> np.ndarray:
     """[B, H] the budgets of rows of so many tokens, if they are whole numbers of that shape (UsageError)."""
     name, heads = type(policy).__name__, config.num_kv_heads
-    budgets = np.asarray(policy.budgets(config, layer, totals))
+    if isinstance(policy, Sized):
+        _check_size(policy, config, layer, totals)
+    given = policy.budgets(config, layer, totals)
+    try:
+        budgets = np.asarray(given)
+    except ValueError as error:
+        raise UsageError(f"{name}.budgets gives lists of unequal lengths; give [B, H] numbers.") from error
     if budgets.shape != (len(totals), heads):
         raise UsageError(
             f"{name}.budgets gives an array of shape {budgets.shape} for {len(totals)} rows and {heads} KV heads; give "
@@ -210,6 +225,16 @@ def _budgets(policy: Policy, config: ModelConfig, layer: int, totals: np.ndarray
             "numbers of tokens, such as kvjax.policies.floor_fraction's."
         )
     return budgets
+
+
+def _check_size(policy: Sized, config: ModelConfig, layer: int, totals: np.ndarray) -> None:
+    """Refuse a size that is no number of each row (UsageError), which budgets would be made of."""
+    given = policy.size(config, layer, totals)
+    if getattr(given, "shape", ()) not in ((), totals.shape) or np.asarray(given).dtype.kind not in "iuf":
+        raise UsageError(
+            f"{type(policy).__name__}.size gives {quoted(given)} in layer {layer}; give whole numbers of tokens, an "
+            "array of the shape of total."
+        )
 
 
 def _check_budgets(name: str, layer: int, totals: np.ndarray, budgets: np.ndarray, slots: Sequence[int]) -> None:
@@ -267,6 +292,7 @@ def check_kept(
     retained: Sequence[np.ndarray],
     seen: np.ndarray,
     config: ModelConfig | None = None,
+    decoded: bool = False,
 ) -> None:
     """Refuse what a policy says, or is found, to have kept, if it cannot be.
 
@@ -274,6 +300,7 @@ def check_kept(
       layers: the cache's, for their slots; see :func:`layers_of`.
       retained: [B, H] :meth:`Policy.retained` of each layer. seen: [B] tokens.
       config: the model, so that of composed policies the head's own is named.
+      decoded: whether what the prompts left was looked at before, and tokens were appended since.
 
     Raises:
       UsageError: nothing is kept, more than was seen, more than there are slots, or rows that are no tokens.
@@ -288,10 +315,10 @@ def check_kept(
         if wrong.any():
             row, head = (int(i) for i in np.argwhere(wrong)[0])
             owner = policy if config is None else policy.owners(config, layer)[head]
-            _refuse(owner.chosen, layer, head, int(kept[row, head]), int(seen[row]), int(slots[head]))
+            _refuse(owner.chosen, layer, head, int(kept[row, head]), int(seen[row]), int(slots[head]), decoded)
 
 
-def _refuse(policy: Policy, layer: int, head: int, kept: int, seen: int, slots: int) -> None:
+def _refuse(policy: Policy, layer: int, head: int, kept: int, seen: int, slots: int, decoded: bool) -> None:
     name = type(policy).__name__
     chooses = f"{name}.{'select' if type(policy).compress is Policy.compress else 'compress'}"
     where = f"in layer {layer}, head {head}"
@@ -314,7 +341,9 @@ def _refuse(policy: Policy, layer: int, head: int, kept: int, seen: int, slots: 
     if kept < 1:
         raise UsageError(f"{chooses} keeps nothing of {seen} tokens {where}; keep at least one, such as the last.")
     if kept > seen + policy.merges:
-        says = chooses if type(policy).retained is Policy.retained else f"{name}.retained"
+        says = f"{name}.append" if decoded else chooses
+        if type(policy).retained is not Policy.retained:
+            says = f"{name}.retained"
         raise UsageError(f"{says} has {kept} tokens {where}, and {seen} were seen; count each token once.")
     raise UsageError(
         f"{name}.capacities gives {slots} slots {where}, and {kept} tokens are kept there; allocate what is kept."

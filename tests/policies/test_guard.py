@@ -42,8 +42,10 @@ from support.wrong_policies import (
     NoRoomToGrow,
     NoScore,
     NoSignals,
+    NoSize,
     NoSlots,
     Nothing,
+    NothingChosen,
     NothingCompressed,
     NothingDue,
     NothingRetained,
@@ -60,12 +62,14 @@ from support.wrong_policies import (
     OtherObserve,
     OtherV,
     Plain,
+    Ragged,
     Recent,
     State,
     StateOfSelect,
     TextState,
     TooMany,
     Twice,
+    TwoAppended,
     Unhashable,
     Unmarked,
     Unweighed,
@@ -104,6 +108,9 @@ BEFORE = {
     "weights that are none": (NanWeights(), "NanWeights.hidden_weights gives weights in layer 0 that are not finite"),
     "notice": (Notice(), "Notice.notice gives 5; give a sentence, or None"),
     "arrays of slots": (JaxSlots(), "JaxSlots.capacities gives .* slots in layer 0; give whole numbers"),
+    "nothing chosen": (NothingChosen(), "NothingChosen.shares_layers is true; write NothingChosen.weigh"),
+    "ragged": (Ragged(), "Ragged.budgets gives lists of unequal lengths; give .B, H. numbers"),
+    "no size": (NoSize(), "NoSize.size gives None in layer 0; give whole numbers of tokens"),
     "an array": (Unhashable(table=np.zeros(3)), "Unhashable.table holds a ndarray"),
 }
 AFTER = {
@@ -199,6 +206,18 @@ def test_signals_are_numbers_that_can_be_asked_for(option, value):
         Signals(**{option: value})
 
 
+def test_what_decoding_leaves_is_not_put_down_to_the_choice_of_a_prompt(tiny_model):
+    policy = TwoAppended(window=500)
+    with pytest.raises(kvjax.UsageError, match=r"TwoAppended\.append has 46 tokens .*, and 43 were seen"):
+        kvjax.generate(tiny_model, PROMPT[:40], policy=policy, max_new_tokens=4)
+
+
+def test_a_cache_that_a_policy_within_another_forgets_is_missed(tiny_model):
+    outer = kvjax.RazorAttention(inner=NothingCompressed(), heads=((0, 0),))
+    with pytest.raises(kvjax.UsageError, match=r"NothingCompressed\.compress gives None; give the layer's cache"):
+        kvjax.generate(tiny_model, PROMPT, policy=outer, max_new_tokens=4)
+
+
 def test_slots_that_a_later_turn_does_not_find_are_refused(tiny_model):
     cache = kvjax.generate(tiny_model, "hello", policy=NothingSorted(), max_new_tokens=1).cache
     with pytest.raises(kvjax.UsageError, match=r"NothingSorted\.sort_slots gives a cache of another structure"):
@@ -241,8 +260,8 @@ def test_what_the_prompt_shows_is_what_an_engine_and_a_batch_say(tiny_model, tmp
 
 @pytest.mark.parametrize(
     ("policy", "says"),
-    [(policy, says) for policy, says in BEFORE.values() if not isinstance(policy, FewSlots)],
-    ids=[name for name in BEFORE if name != "few slots"],
+    [(policy, says) for policy, says in BEFORE.values() if not isinstance(policy, (FewSlots, NothingChosen))],
+    ids=[name for name in BEFORE if name not in ("few slots", "nothing chosen")],
 )
 def test_a_policy_within_another_is_seen_before_anything_runs(tiny_model, policy, says):
     outer = kvjax.RazorAttention(inner=policy, heads=((0, 0),))

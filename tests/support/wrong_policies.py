@@ -396,3 +396,30 @@ class NoRoom(Recent):
 
     def capacities(self, config, prompt, new):
         return ((min(prompt, self.window),) * config.num_kv_heads,) * config.num_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoAppended(Recent):
+    def append(self, layer, cache, k, v, step):
+        found = super().append(layer, cache, k, v, step)
+        return found.replace(length=found.length + step.active[:, None], next=found.next + step.active[:, None])
+
+    def capacities(self, config, prompt, new):
+        return ((prompt + 2 * new,) * config.num_kv_heads,) * config.num_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class NothingChosen(Recent):
+    shares_layers: ClassVar[bool] = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Ragged(Recent):
+    def budgets(self, config, layer, total):
+        return [[1, 1], [1]]
+
+
+@dataclasses.dataclass(frozen=True)
+class NoSize(OneScore):
+    def size(self, config, layer, total):
+        """Forgets its result."""
