@@ -65,7 +65,9 @@ def papers(
             if "round" in kinds:
                 more["round"].append(extras.rounds(lm, data, out, options.quick, facts, _say))
     except KeyboardInterrupt:
-        _say(f"what is answered is in {out}; the same command goes on from there")
+        there = any(one.journal.answers for one in found if one.journal is not None)
+        kept = f"what is answered is in {out}" if there else "nothing was answered yet"
+        _say(f"{kept}; the same command goes on from there")
         code = INTERRUPTED
     finally:
         for one in found:

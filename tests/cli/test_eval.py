@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import toys
@@ -138,6 +139,20 @@ def test_short_questions_that_are_scored(cli, tmp_path, monkeypatch):
     assert ran.code == 0 and "accuracy by length" in ran.out
     held = json.loads((out / "report.json").read_text())
     assert [cache["answered"] for cache in held["caches"]] == [2, 2]
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_ctrl_c_says_what_the_papers_have(cli, tmp_path, monkeypatch, answered):
+    def interrupted(self):
+        self.journal = SimpleNamespace(answers={"a": "an answer"} if answered else {}, close=lambda: None)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvjax.eval.papers.measured.Measured.run", interrupted)
+    monkeypatch.setattr("kvjax.eval.papers.papers_report.write", lambda *_: SimpleNamespace(print=lambda **_: None))
+    out = tmp_path / "out"
+    ran = cli("eval", "--suite", "papers", "--tasks", "lagkv", "--quick", "--length", "400", "--out", str(out))
+    assert ran.code == 130
+    assert ("what is answered is in" if answered else "nothing was answered yet") in ran.err
 
 
 def test_papers_without_a_study(cli, tmp_path):
