@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
@@ -18,7 +19,7 @@ from kvjax.allocation import spare_tokens
 from kvjax.cache.buckets import new_bucket, request_bucket
 from kvjax.cache.cache import Cache
 from kvjax.cache.continuation import Continuation, check_continuable, may_be_lent, rolled_back
-from kvjax.cache.host_memory import as_numpy, device_bytes, live_device_bytes
+from kvjax.cache.host_memory import as_numpy, device_bytes, live_on_device
 from kvjax.interrupt import BrokenOff, Interrupt, interruptible
 from kvjax.memory_needs import full_cache_bytes
 from kvjax.model.decoder import Decoder
@@ -115,7 +116,9 @@ class Session:
         self._fed = 0
         self._lent: Continuation | None = None
         held = () if request.cache is None else jax.tree.leaves(request.cache.device_layers)
-        self._before = live_device_bytes() - device_bytes(held)
+        continued = set(map(id, held))
+        # Weak, and no sum: what was there may be freed while the call runs, such as a model that was replaced.
+        self._before = [weakref.ref(x) for x in live_on_device() if id(x) not in continued]
         self._began, self._compiled = time.perf_counter(), clock.seconds
 
     @property
@@ -140,7 +143,8 @@ class Session:
 
     def _note(self, cache: Cache) -> None:
         self._cache = cache
-        self.peak_bytes = max(self.peak_bytes, live_device_bytes() - self._before)
+        before = {id(x) for known in self._before if (x := known()) is not None}
+        self.peak_bytes = max(self.peak_bytes, device_bytes(x for x in live_on_device() if id(x) not in before))
 
     @property
     def cache(self) -> Cache:

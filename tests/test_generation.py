@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
 from support import oracles
 
 import kvjax
-from kvjax import UsageError
+from kvjax import UsageError, session
 from kvjax.cache.buckets import NEW_TOKENS
 from kvjax.cache.continuation import is_consumed
 from kvjax.policies import Full, LagKV, StreamingLLM
@@ -247,3 +248,16 @@ def test_prompts_through_slots_say_what_best_became(tiny_model):
     together = kvjax.generate(tiny_model, prompts, **options)[0].stats
     apart = kvjax.generate(tiny_model, prompts, **options, memory_limit=10_000_000)[0].stats
     assert apart.choice == together.choice is not None
+
+
+def test_memory_of_before_that_is_freed_during_a_call_hides_none_of_its_own(tiny_model, monkeypatch):
+    before, prefill = [jnp.zeros((1_000_000,), jnp.float32)], session.Session.prefill
+
+    def freeing(self, *args, **options):
+        before.clear()
+        prefill(self, *args, **options)
+
+    kept = kvjax.generate(tiny_model, SHORT, max_new_tokens=2).stats.device_peak_bytes
+    monkeypatch.setattr(session.Session, "prefill", freeing)
+    freed = kvjax.generate(tiny_model, SHORT, max_new_tokens=2).stats.device_peak_bytes
+    assert kept == freed > 0

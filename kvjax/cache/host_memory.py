@@ -61,10 +61,15 @@ def device_bytes(arrays: Iterable[Any]) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in here)
 
 
-def live_device_bytes() -> int:
-    """Bytes on each device of all arrays that exist in this process, host memory left out."""
+def live_on_device() -> list[jax.Array]:
+    """All arrays that exist in this process, those in host memory left out."""
     arrays = (x for x in jax.live_arrays() if not x.is_deleted() and x.sharding.memory_kind != HOST)
-    return device_bytes(x for x in arrays if not jnp.issubdtype(x.dtype, jax.dtypes.extended))
+    return [x for x in arrays if not jnp.issubdtype(x.dtype, jax.dtypes.extended)]
+
+
+def live_device_bytes() -> int:
+    """Bytes of them on each device."""
+    return device_bytes(live_on_device())
 
 
 def as_numpy(x: Any) -> np.ndarray:
