@@ -230,8 +230,8 @@ class DecodeBase:
                     if all_rows is not None:
                         np.testing.assert_array_equal(np.asarray(own), np.asarray(all_rows)[first : first + rows])
 
-    def check_shared(self, own: Case, shared: Case) -> None:
-        """Rows and a pool that they share against both for every row, merged in float64."""
+    def check_shared(self, own: Case, shared: Case, heads: slice | None = None) -> None:
+        """Rows and a pool that they share, or some ``heads`` of it, against both for every row, merged in float64."""
         own, shared = self.fit(own), self.fit(shared)
         for layout in self.layouts_of(own):
             problem, common = build(own, layout), build(shared, layout, seed=1)
@@ -240,7 +240,11 @@ class DecodeBase:
                 problem = dataclasses.replace(problem, query_position=QUERY + 7 * jnp.arange(batch, dtype=jnp.int32))
             names = "pages", "length", "position", "starts", "k_scale", "v_scale"
             arrays = {name: getattr(common, name) for name in names}
-            pool = Shared(runs=common.runs, **arrays)
+            if heads is not None:
+                some = {name: arrays[name] for name in ("length", "starts", "k_scale") if arrays[name] is not None}
+                arrays |= {name: x[:, heads] for name, x in some.items()}
+                common = dataclasses.replace(common, runs=common.runs[heads])
+            pool = Shared(runs=common.runs, part=heads is not None, **arrays)
             got = with_shared(self.run, problem, pool, queries=64)
             wide = dataclasses.replace(problem, q=problem.q.astype(jnp.float32))
             arrays = jax.tree.map(lambda x, rows=batch: jnp.repeat(x, rows, axis=0), arrays)
@@ -320,6 +324,15 @@ class DecodeBase:
         """As many pages for each of its heads as it has tokens there, beside rows whose heads have equally many."""
         own = Case(((70, 3), (0, 128), (1, 0)), (8, 8), group=3, dtype=dtype, page_size=32)
         self.check_shared(own, by_row(((7, 270),), ((2, 10),), group=3, dtype=dtype, page_size=32))
+
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8], ids=["float32", "int8"])
+    def test_some_heads_of_a_pool_that_rows_share(self, dtype):
+        """Those of one layer of a pool of all layers: other heads' pages come before them, after them, or both."""
+        own = Case(((70, 3), (0, 128), (1, 0)), (8, 8), group=3, dtype=dtype, page_size=32)
+        lengths, rows = ((64, 7, 270, 33),), ((2, 1, 10, 2),)
+        shared = by_row(lengths, rows, group=3, dtype=dtype, page_size=32, poison=False)
+        for heads in (slice(0, 2), slice(1, 3), slice(2, 4)):
+            self.check_shared(own, shared, heads)
 
     def layouts_of(self, case: Case) -> tuple[str, ...]:
         return tuple(name for name in self.layouts if name != "lanes" or case.head_dim == 64)
