@@ -15,6 +15,7 @@ from kvjax.cache.pool_sharding import shard, unshard
 from kvjax.policies import parse
 from kvjax.policies.page_capacities import page_capacities
 from kvjax.policies.window_layers import for_model
+from kvjax.runtime.programs import Programs
 from kvjax.sharding.mesh import Mesh, parse_mesh
 from kvjax.sharding.partition import Partition
 
@@ -107,6 +108,8 @@ def test_a_plan_is_of_one_device():
     wider = kvjax.plan(config, prompt_tokens=4096, batch=5, mesh="data=3,model=2")
     assert (padded.rows, wider.rows) == (8, 9) and wider.cache_over_even == pytest.approx(9 / 8, rel=0.01)
     assert all(f"padded to {plan.rows} rows" in plan.table() for plan in (padded, wider))
+    assert kvjax.plan(config, prompt_tokens=4096, batch=5, mesh="data=3", policy="round:watershed=1").rows == 9
+    assert [Programs(Mesh(3, 2), config, exact=exact).rows(5) for exact in (False, True)] == [9, 6]
     with pytest.raises(kvjax.DoesNotFit, match="on each device"):
         kvjax.plan(config, prompt_tokens=4096, batch=8, mesh="data=4,model=2", memory_limit=shared.total_bytes - 1)
 
