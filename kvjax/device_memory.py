@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import jax
+import numpy as np
 
 from kvjax.checks import MOST_BYTES, number, read_number, whole_number
 from kvjax.errors import UsageError, quoted
@@ -98,6 +101,23 @@ def _settings() -> tuple[float, bool]:
     preallocate = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") not in ("false", "False", "0")
     own_pool = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower() in ("default", "bfc")
     return fraction, preallocate and own_pool
+
+
+def agreed_limit(devices: Sequence[Any]) -> int | None:
+    """The least :func:`device_limit` of all processes where each has some of JAX's ``devices``; all of them call it.
+
+    Sizes that each chose by its own limit could differ, and they would wait for each other for ever. None where no
+    process says, where one has all of the devices, and where some process has none.
+    """
+    processes = {device.process_index for device in devices}
+    if len(processes) == 1 or len(processes) < jax.process_count():
+        return None
+    from jax.experimental import multihost_utils
+
+    limit, unknown = device_limit(None), np.iinfo(np.int32).max
+    mebibytes = np.int32(unknown if limit is None else limit >> 20)  # JAX has no wider integers
+    least = int(np.min(multihost_utils.process_allgather(mebibytes)))
+    return None if least == unknown else least << 20
 
 
 def device_limit(memory_limit: int | None) -> int | None:

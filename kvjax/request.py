@@ -20,7 +20,7 @@ from kvjax.cache.quantisation import Storage, parse_storage
 from kvjax.cache.shared_context import SharedContext
 from kvjax.checkpoints.load import LanguageModel, check_model
 from kvjax.checks import whole_number
-from kvjax.device_memory import device_limit
+from kvjax.device_memory import agreed_limit, device_limit
 from kvjax.errors import UsageError, say_once
 from kvjax.memory_needs import weights_bytes
 from kvjax.model.config import ModelConfig
@@ -214,6 +214,9 @@ class Request:
             )
         layers = [old.device_layers for old in self._given]
         go_on = held is not None and all(cache.own_capacity for cache in layers)  # and have read something after it
+        limit, mesh = self.memory_limit, self.lm.mesh
+        if limit is None and mesh is not None and not exact:  # of one size there is nothing to choose
+            limit = agreed_limit(mesh.jax.devices.ravel().tolist())
         # Read once, and shared by all rows where the policy allows it.
         context = len(self.tokens.context) + shared
         context += len(self.prompts[0]) if self.shares_prompt else 0
@@ -226,10 +229,10 @@ class Request:
             scored=self.options.prompt_logprobs,
             once=self.once,
             dtype=self.dtype,
-            memory_limit=self.memory_limit,
+            memory_limit=limit,
             already=already,
             storage=self.storage,
-            mesh=self.lm.mesh,
+            mesh=mesh,
             # Samples of one prompt are read onto nothing later than it.
             reserve=0 if self.shares_prompt else self.options.reserve_tokens,
             # Rounds have sizes of their own, and so have rows that begin to share.

@@ -8,12 +8,18 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
+import toys
+from jax.experimental import multihost_utils
 from support.groups import groups, together
 from support.processes import free_port
 
+import kvjax
+from kvjax import device_memory, request
 from kvjax.errors import UsageError
 from kvjax.runtime import distributed
 from kvjax.runtime.distributed import Cluster, PeerFailed, local_mesh
@@ -194,6 +200,26 @@ def test_sigterm_ends_a_process_that_has_joined_others():
         for process in pair:
             process.kill()
             process.communicate()
+
+
+@pytest.mark.parametrize(("mine", "others", "agreed"), [(7, 5, 5), (5, 7, 5), (None, 5, 5), (None, None, None)])
+def test_processes_of_one_mesh_choose_sizes_by_the_least_memory_of_any(monkeypatch, mine, others, agreed):
+    """By limits of their own one would take rows of padding and another none, and they would wait for each other."""
+    gibibytes, unknown = 2**30, np.iinfo(np.int32).max
+    said = np.int32(unknown if others is None else others << 10)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(device_memory, "device_limit", lambda _: mine and mine * gibibytes)
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: np.stack([x, said]))
+    pair = [SimpleNamespace(process_index=i) for i in range(2)]
+    assert device_memory.agreed_limit(pair) == (agreed and agreed * gibibytes)
+    assert device_memory.agreed_limit(pair[:1]) is None
+
+
+def test_a_request_asks_for_the_agreed_memory(monkeypatch):
+    lm = toys.tiny_model().on("data=1")
+    monkeypatch.setattr(request, "agreed_limit", lambda devices: 1 if devices == jax.devices()[:1] else None)
+    with pytest.raises(kvjax.DoesNotFit):
+        kvjax.generate(lm, "a", max_new_tokens=1)
 
 
 def test_a_mesh_is_divided_among_processes(monkeypatch):
