@@ -306,7 +306,7 @@ class Request:
     def controls(self) -> Controls:
         """The options on the device, for the compiled loop."""
         lm, options, vocabulary = self.lm, self.options, self.lm.config.vocab_size
-        # Rows of padding, on a mesh, repeat the last.
+        # Rows of padding repeat the last.
         rows = np.minimum(np.arange(self.programs.rows(self.rows)), self.rows - 1)
         prompt, sample = np.divmod(rows, self.n)
         number = prompt if self.numbers is None else np.asarray(self.numbers)[prompt] % 2**31
