@@ -28,7 +28,7 @@ def test_calls_of_the_warmed_forms_compile_nothing():
 
 
 def test_what_is_read_onto_a_context_is_warmed_with_one_as_long():
-    lm = toys.tiny_model(max_position=1024)
+    lm = toys.tiny_model(max_position=8192, num_layers=2, hidden_size=16, intermediate_size=16)
     with compiled_programs() as programs:
         kvjax.warm(lm, lengths=[20], context="a" * 300, chat=True)
         before = dict(programs)

@@ -78,7 +78,8 @@ def plan(
 
 def _fit(model: str, device: str | None, dtype: str | None, asked: dict[str, Any], json: bool) -> None:
     """Print the table of what fits."""
-    from kvjax.checkpoints.load import load_config, weights_dtype
+    import kvjax
+    from kvjax.checkpoints.load import weights_dtype
     from kvjax.chips import chip
     from kvjax.fit import POLICIES, fit, fit_report, forms_of
     from kvjax.model.quantised import check_weights
@@ -89,7 +90,7 @@ def _fit(model: str, device: str | None, dtype: str | None, asked: dict[str, Any
     policies = list(dict.fromkeys([*POLICIES, format_policy(parse(asked.pop("policy")))]))
     if dtype is None and device is not None:
         dtype = chip(device).dtype
-    config = load_config(model)
+    config = kvjax.load_config(model)
     forms = forms_of(weights_dtype(dtype), config)
     if _is_converted(model):  # to floats, where there are several: a folder has no weights but its own
         forms = dict(list(forms.items())[:1])

@@ -42,10 +42,11 @@ def warm(
     mesh: flag.Mesh = None,
     json: flag.Json = False,
 ) -> None:
-    """Compile ahead what later commands will need.
+    """Compile ahead what later `generate` and `chat` commands will need.
 
     Programs are kept on disk ($KVJAX_CACHE, ~/.cache/kvjax by default) for every later process. Those that read a
-    prompt onto a shared text are others: --context names such a text.
+    prompt onto a shared text are others: --context names such a text. So are those of `batch` and `eval`, which their
+    first run compiles.
     """
     sizes = inputs.integers(lengths, "--lengths") or (), inputs.integers(batch, "--batch") or ()
     if not all(sizes):

@@ -125,7 +125,7 @@ def test_positions_count_under_alibi():
     [
         ("snapkv:ratio=0.25", "model"),
         ("adaptive:ratio=0.25,inner=kvzip", "int8"),
-        ("adaptive:ratio=0.25,inner=keydiff,scope=model", "int8"),
+        pytest.param("adaptive:ratio=0.25,inner=keydiff,scope=model", "int8", marks=pytest.mark.slow),
         pytest.param("snapkv:ratio=0.25", "int8", marks=pytest.mark.slow),
         pytest.param("adaptive:ratio=0.25,inner=kvzip", "model", marks=pytest.mark.slow),
     ],
@@ -173,7 +173,10 @@ def test_a_saved_context_is_shared_again(tiny_model, tmp_path):
         kvjax.save_cache(tmp_path / "more", parked[0].cache, tiny_model)
 
 
-@pytest.mark.parametrize("made", [{}, {"num_layers": 8}, {"positional": "alibi"}])
+@pytest.mark.parametrize(
+    "made",
+    [{"num_layers": 8}, *(pytest.param(made, marks=pytest.mark.slow) for made in ({}, {"positional": "alibi"}))],
+)
 def test_layers_that_share_a_budget_share_a_context_too(made, tmp_path):
     """With a floor of all, what stays is what the inner policy keeps; read at once and layer by layer."""
     lm, whole = toys.tiny_model(**made), "adaptive:ratio=0.25,inner=keydiff,floor=1,scope=model"

@@ -118,7 +118,6 @@ DEFAULT = (
     Case("lagkv", "data=2,model=4", kv_heads=2, later=True, context=True),
     Case("razor", "data=4,model=2", kv_heads=3, context=True),
     Case("adaptive", "data=2,model=4", later=True, saved=True),
-    Case("adaptive_of_all", "data=2,model=2", kv_heads=3, later=True),
     Case("razor_of_learned", "data=2,model=4", kv_heads=3, later=True),
     Case("razor", "data=2,model=4", kv_heads=3, later=True, context=True, layers=True),
     Case("snapkv", "data=4,model=2", kv_heads=1, storage="int8", later=True, layers=True),
@@ -129,6 +128,7 @@ DEFAULT = (
     Case("expected_attention_of_texts", "data=2,model=4", storage="int8", later=True, saved=True),
 )
 GRID = (
+    Case("adaptive_of_all", "data=2,model=2", kv_heads=3, later=True),
     *(Case(policy, mesh, later=True) for policy in POLICIES for mesh in MESHES),
     *(
         Case(policy, "data=4,model=2", heads, storage, later=True)
