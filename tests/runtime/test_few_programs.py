@@ -29,7 +29,7 @@ OPTIONS = {
     "compensated": ":budget=64",
 }
 #: One of each kind; the others are counted by ``pytest -m slow``.
-KINDS = ("full", "lagkv", "h2o", "round")
+KINDS = ("full", "round")
 
 
 @pytest.fixture(scope="module")
