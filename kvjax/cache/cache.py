@@ -124,7 +124,7 @@ class Cache:
     def shared_layers(self) -> list[tuple[Any, ...]]:
         """The shared pools of each layer, one for each of its own pools, or None."""
         if self.context is not None:
-            return list(self.context.by_layer())
+            return self.context.by_layer()
         return [(None,) * len(parts(layer)) for layer in self.layers for _ in range(layer.model_layers)]
 
     @property

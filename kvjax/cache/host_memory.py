@@ -68,7 +68,7 @@ def live_on_device() -> list[jax.Array]:
 
 
 def live_device_bytes() -> int:
-    """Bytes of them on each device."""
+    """Bytes on each device of all arrays that exist in this process, those in host memory left out."""
     return device_bytes(live_on_device())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -83,12 +82,11 @@ def _divided(weight: Weight) -> Iterator[Weight]:
         yield weight
         return
     for expert in range(weight.shape[0]):
-        place = functools.partial(_of_expert, place=weight.place, expert=expert)
+
+        def place(values: np.ndarray, expert: int = expert) -> np.ndarray:
+            return weight.place(values)[expert]
+
         yield dataclasses.replace(weight, gguf=f"{stem}.{expert}.{end}", shape=weight.shape[1:], place=place)
-
-
-def _of_expert(values: np.ndarray, *, place: Place, expert: int) -> np.ndarray:
-    return place(values)[expert]
 
 
 def _begun_by(prefix: str, name: str) -> str:
