@@ -13,6 +13,7 @@ from kvjax.cache.page_sharding import PageSharding
 from kvjax.cache.pool import empty_layer
 from kvjax.cache.pool_sharding import shard, unshard
 from kvjax.policies import parse
+from kvjax.policies.fixed import fixed
 from kvjax.policies.page_capacities import page_capacities
 from kvjax.policies.window_layers import for_model
 from kvjax.runtime.programs import Programs
@@ -91,6 +92,14 @@ def test_capacities_are_of_the_heads_that_a_device_has_beside_windows(policy, he
     wanted = [sum(group.count for group in part.groups(layer)) for layer in range(2)]
     assert [len(pages) for pages in found] == wanted
     assert [part.local_policy.heads_of(part.local_config, layer) for layer in range(2)] == wanted
+
+
+@pytest.mark.parametrize("policy", ["adaptive:inner=keydiff", "adaptive:inner=keydiff,scope=model"])
+def test_rows_beside_a_chosen_context_are_divided_as_it_is(policy):
+    """Attention merges a head's two pools, so a device has the same heads of both: all, and part of their pages."""
+    config, chooser = toys.tiny_config(num_heads=8, num_kv_heads=4), parse(policy)
+    (chosen,), (own,) = (Partition(Mesh(1, 2), config, each).groups(0) for each in (chooser, fixed(chooser)))
+    assert (chosen.count, chosen.sharding.page_parts) == (own.count, own.sharding.page_parts) == (4, 2)
 
 
 def test_a_plan_is_of_one_device():
