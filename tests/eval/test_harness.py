@@ -126,6 +126,11 @@ def test_the_command_runs_tasks_of_a_folder(tiny_model, tmp_path, monkeypatch, c
     assert main(["lm-eval", *flags, "--model_args", arguments]) == 0
     assert "|choices|" in capsys.readouterr().out
     assert asked == [("toy", {"compile_cache": True, "dtype": None, "weights": None, "mesh": "data=1,model=1"})]
+    # Results are kept under the model's name where the harness finds it under its own word.
+    named = ["--model_args", "pretrained=toy", "--output_path", str(tmp_path / "results")]
+    assert main(["lm-eval", *flags, *named]) == 0
+    assert [one.name for one in (tmp_path / "results").iterdir()] == ["toy"]
+    assert asked[1][0] == "toy"
     for words, said in (
         (["--tasks", "nowhere", "--model_args", "name=toy"], "kvjax: lm-evaluation-harness refuses this: Tasks not"),
         ([*flags, "--model_args", "name=toy,policy=lagkv:ratio=0.5,lag=8"], "kvjax: The model kvjax takes no 'lag'"),

@@ -17,6 +17,8 @@ from kvjax.policies import Policy, parse
 
 #: What stands for a comma within an argument.
 COMMA = ";"
+#: The word for a model that the harness's own backends take.
+_HARNESS_NAME = "pretrained"
 _WHOLE = ("batch_size", "max_length", "seed")
 _HINT = f'write a policy\'s commas as {COMMA!r}, as in "policy=snapkv:budget=64;window=8"'
 
@@ -99,11 +101,16 @@ def checked(given: Mapping[str, Any], added: Mapping[str, Any], accepted: Mappin
     """The model's arguments and what the harness adds to them, of which its user's own win.
 
     Args:
+      given: ``pretrained``, the harness's own word for a model, may stand for ``name``.
       accepted: names of all arguments.
 
     Raises:
-      UsageError: an unknown argument, or no model.
+      UsageError: an unknown argument, no model, or two.
     """
+    # The harness names results after what it finds under this word, so its own dictionary keeps it.
+    given = dict(given)
+    if _HARNESS_NAME in given and "name" not in given:
+        given["name"] = given.pop(_HARNESS_NAME)
     for name in given:
         if name not in accepted:
             known = [one for one in accepted if one not in ("device", "max_batch_size")]
