@@ -15,7 +15,7 @@ from kvjax.model.decoder import abstract_decoder
 from kvjax.policies import Policy
 from kvjax.policies.empty_cache import empty_cache
 from kvjax.runtime.peak import prefill_peak_bytes
-from kvjax.runtime.share import shared_bytes
+from kvjax.runtime.share import copied_bytes, shared_bytes
 from kvjax.sharding.compile import device_of
 from kvjax.sharding.mesh import Mesh
 from kvjax.sharding.partition import Partition
@@ -70,6 +70,14 @@ def shared_context_bytes(
     rows = batch if mesh is None else mesh.rows(batch) // mesh.data
     device = device_of(mesh, config, policy)
     return shared_bytes(device, rows, context, prompt_capacity, own_capacity, new_capacity, dtype, storage)
+
+
+@functools.lru_cache(maxsize=128)
+def shared_copy_bytes(
+    config: ModelConfig, policy: Policy, context: int, dtype: Any, storage: Storage = MODEL, mesh: Mesh | None = None
+) -> int:
+    """Temporary bytes of prefill onto a shared context of ``context`` tokens for it alone, on each device."""
+    return copied_bytes(device_of(mesh, config, policy), context, dtype, storage)
 
 
 @functools.lru_cache(maxsize=32)

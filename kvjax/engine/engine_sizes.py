@@ -24,7 +24,7 @@ from kvjax.engine.common_context import CommonContext
 from kvjax.engine.levels import has_levels
 from kvjax.errors import DoesNotFit, UsageError
 from kvjax.halving import largest
-from kvjax.memory_needs import cache_bytes, prefill_bytes, shared_context_bytes, weights_bytes
+from kvjax.memory_needs import cache_bytes, prefill_bytes, shared_context_bytes, shared_copy_bytes, weights_bytes
 from kvjax.model.config import ModelConfig
 from kvjax.policies import Policy
 from kvjax.policies.guard import check_sizes
@@ -131,6 +131,8 @@ class _Slots:
         cache = {n: self._cache_bytes(n) for n in {data, rows, *groups.values()}}
         short, *longer = (groups[bucket] for bucket in sorted(groups))
         reading = max(prefill_bytes(config, self.policy, n, bucket, dtype, mesh) for bucket, n in groups.items())
+        if context is not None and self._allocation(rows).own_capacity is not None:
+            reading += shared_copy_bytes(config, self.policy, prompt_bucket(context.shared), dtype, self.storage, mesh)
         moving = cache[rows] // 2 + 1 if self._moves else 0
         return EngineSizes(
             slots=rows,

@@ -13,7 +13,14 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.groups import split_heads
 from kvjax.cache.pool import layout_for
 from kvjax.cache.quantisation import MODEL, Storage
-from kvjax.memory_needs import cache_bytes, full_cache_bytes, prefill_bytes, shared_context_bytes, weights_bytes
+from kvjax.memory_needs import (
+    cache_bytes,
+    full_cache_bytes,
+    prefill_bytes,
+    shared_context_bytes,
+    shared_copy_bytes,
+    weights_bytes,
+)
 from kvjax.model.config import ModelConfig
 from kvjax.planning.result import Plan
 from kvjax.policies import Full, Policy, format_policy
@@ -187,7 +194,7 @@ class RequestShape:
         if self.held_context is not None:
             shared, shared_needed, read = self.held_context, self.held_context, 0
         of_prompts = prefill_bytes(config, policy, size.rows, self.prompt, dtype, mesh)
-        of_prompts += 2 * shared // config.num_layers
+        of_prompts += shared_copy_bytes(config, policy, bucket, dtype, storage, mesh)
         alone = sum(shared_context_bytes(config, policy, *shape))
         return _Bytes(own + shared, alone, needed + shared_needed, max(read, of_prompts), shared)
 

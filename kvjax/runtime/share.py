@@ -12,6 +12,7 @@ from kvjax.array_bytes import nbytes
 from kvjax.cache.cache import Cache
 from kvjax.cache.groups import pages_by_group, parts, rounded, with_parts
 from kvjax.cache.packing import resize
+from kvjax.cache.pool import LayerCache, pages_for
 from kvjax.cache.quantisation import Storage
 from kvjax.cache.shared_context import SharedContext, first_slots, slots_from
 from kvjax.model.config import ModelConfig
@@ -148,3 +149,36 @@ def shared_bytes(
     trees = jax.eval_shape(allocated)
     own, shared = map(nbytes, trees)
     return own, shared
+
+
+#: Copies of a layer's contiguous rows that XLA holds at once while a prompt is read onto them, by its memory analysis
+#: for CPUs: where all heads have equal runs of floats, and where runs are gathered or made floats first.
+_COPIES, _GATHERED_COPIES = 2, 4
+
+
+def copied_bytes(device: Device, context: int, dtype: Any, storage: Storage) -> int:
+    """Temporary bytes on a device of the contiguous rows of a shared context that a prompt attends to, layer by layer.
+
+    A head that shares a pool with others may hold nearly all of it, so every head's copy is as long as that.
+
+    Args:
+      context: tokens that the context has room for.
+    """
+    policy, config = device.policy, device.local_config
+    reading = dataclasses.replace(device, policy=chooser_of(policy)) if policy.chosen_once else device
+    layers = [parts(layer) for layer in jax.eval_shape(lambda: reading.empty(1, context, 0, dtype, storage)).layers]
+
+    def of_layer(pools: tuple[LayerCache, ...]) -> int:
+        heads = sum(len(pool.pages) for pool in pools) // pools[0].model_layers
+        longest = max(
+            min(max(pool.most_slots), pages_for(context, pool.page_size) * pool.page_size)
+            if pool.model_layers > 1
+            else max(pool.most_slots)
+            for pool in pools
+        )
+        equal = all(pool.row_starts is None and pool.scales is None for pool in pools)
+        copies = _COPIES if equal else _GATHERED_COPIES
+        return copies * heads * longest * 2 * config.head_dim * jnp.dtype(pools[0].dtype).itemsize
+
+    quantised = sum(nbytes(pools) for pools in layers) if any(pool.scales for pools in layers for pool in pools) else 0
+    return quantised + max(map(of_layer, layers))

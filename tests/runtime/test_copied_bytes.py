@@ -1,0 +1,66 @@
+"""What a prompt read onto a shared context takes is planned: XLA's own count of it is never above."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+import toys
+
+from kvjax.cache.cache import take_rows
+from kvjax.cache.quantisation import parse_storage
+from kvjax.memory_needs import shared_copy_bytes
+from kvjax.model.decoder import abstract_decoder
+from kvjax.planning.request_shape import RequestShape
+from kvjax.policies import parse
+from kvjax.policies.fixed import fixed
+from kvjax.runtime.programs import PREFILL_ONTO
+from kvjax.runtime.share import share_chosen
+from kvjax.sharding.compile import OneDevice
+
+CONTEXT, ROWS, QUESTION = 4096, 4, 64
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers")  # nothing of the cache is kept where only the size is asked
+@pytest.mark.parametrize(
+    ("text", "storage"),
+    [
+        ("adaptive:ratio=0.25,inner=keydiff", None),
+        ("adaptive:ratio=0.25,inner=keydiff,scope=model", "int8"),
+        ("snapkv:ratio=0.25", "int8"),
+    ],
+)
+def test_questions_onto_a_context_take_no_more_than_planned(text, storage):
+    config = toys.tiny_config(
+        num_layers=2, num_heads=8, num_kv_heads=8, head_dim=32, hidden_size=64, intermediate_size=64, max_position=8192
+    )
+    policy, held = fixed(parse(text)), parse_storage(storage)
+    device = OneDevice(config, policy)
+
+    def made():
+        read = OneDevice(config, parse(text)).empty(1, CONTEXT, 256, jnp.float32, held)
+        row, context = share_chosen(device, read, prompt_capacity=CONTEXT, dtype=jnp.float32)
+        return take_rows(row, [0] * ROWS).replace(context=take_rows(context, [0]), policy=policy)
+
+    cache = jax.eval_shape(made)
+    context_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.context))
+    shape = RequestShape(
+        config, policy, ROWS, QUESTION, 1, jnp.dtype("float32"), None, held, None, CONTEXT, False, context_bytes
+    )
+    size = shape.sizes(None, exact=True)[0]
+    counts = (jax.ShapeDtypeStruct((ROWS,), jnp.int32),) * 2
+    ids = jax.ShapeDtypeStruct((ROWS, size.own_capacity), jnp.int32)
+    sizes = dataclasses.asdict(size)
+    program = PREFILL_ONTO.lower(
+        device,
+        abstract_decoder(config),
+        cache,
+        ids,
+        *counts,
+        **{name: sizes[name] for name in ("prompt_capacity", "new_capacity", "own_capacity")},
+    ).compile()
+    taken = program.memory_analysis().temp_size_in_bytes
+    copied = shared_copy_bytes(config, policy, CONTEXT, jnp.dtype("float32"), held)
+    assert copied / 2 < taken <= shape.plan(size).prefill_peak_bytes
