@@ -129,6 +129,14 @@ def beside_context(
     return Allocation(rows, prompt_bucket(whole), new_capacity, own)
 
 
+def spare_beside_context(policy: Policy, own_capacity: int, own: int) -> int:
+    """Tokens that may be decoded beside the new capacity, where the longest row has ``own`` beyond a shared context.
+
+    None under a policy that moves or drops some of them: its rows' slots are not counted in tokens.
+    """
+    return max(own_capacity - own, 0) if policy.chosen_once or policy.only_appends else 0
+
+
 def spare_tokens(
     config: ModelConfig,
     policy: Policy,

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from kvjax import progress
-from kvjax.allocation import spare_tokens
+from kvjax.allocation import spare_beside_context, spare_tokens
 from kvjax.cache.buckets import new_bucket, request_bucket
 from kvjax.cache.cache import Cache
 from kvjax.cache.continuation import Continuation, check_continuable, may_be_lent, rolled_back
@@ -291,7 +291,8 @@ class Session:
         if not cache.policy.grows or self.request.options.max_new_tokens <= cache.new_capacity:
             return 0  # nobody will ask
         if cache.context is not None:
-            return 0  # its own slots are as many as its own tokens need
+            own = as_numpy(cache.seen)[: self.request.rows].max() - as_numpy(cache.context.seen)[0]
+            return spare_beside_context(cache.policy, cache.own_capacity or 0, int(own))
         lengths = (length[: self.request.rows].max(axis=0) for length in cache.lengths)
         return spare_tokens(config, cache.policy, cache.prompt_capacity, list(lengths))
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.allocation import Allocation, allocations, spare_tokens
+from kvjax.allocation import Allocation, allocations, spare_beside_context, spare_tokens
 from kvjax.cache.buckets import NEW_TOKENS, RESERVE, batch_bucket, new_bucket, prompt_bucket, reserves
 from kvjax.cache.cache import Cache
 from kvjax.cache.groups import split_heads
@@ -117,7 +117,7 @@ class RequestShape:
         config, policy, storage, mesh = self.config, self.policy, self.storage, self.mesh
         held = placed or policy.answering(config, size.prompt_capacity)
         kept = self._kept(policy if placed is None or placed is policy else Full())
-        new_capacity = max(size.new_capacity, self._new_capacity(held, size.prompt_capacity, kept))
+        new_capacity = max(size.new_capacity, self._new_capacity(held, size, kept))
         least = policy.answering(config, self.whole) if placed is None else policy.reading(config, self.whole)
         found = self._bytes(size, new_capacity, held, least)
         peak = found.peak + (scoring_bytes(size.rows, config.vocab_size) if self.scored else 0)
@@ -161,11 +161,14 @@ class RequestShape:
             found.append(np.asarray(policy.budgets(self.config, layer, total))[0] + (self.prompt if chosen_once else 0))
         return found
 
-    def _new_capacity(self, held: Policy, capacity: int, kept: list[np.ndarray]) -> int:
+    def _new_capacity(self, held: Policy, size: Allocation, kept: list[np.ndarray]) -> int:
         """Slots for decoded tokens when the last one is fed."""
         if not self.policy.grows or self.fed <= NEW_TOKENS:
             return NEW_TOKENS
-        spare = 0 if self.shares_context else spare_tokens(self.config, held, capacity, kept)
+        if size.own_capacity is None:
+            spare = spare_tokens(self.config, held, size.prompt_capacity, kept)
+        else:
+            spare = spare_beside_context(held, size.own_capacity, self.prompt)
         return new_bucket(self.fed - 1 - spare, self.config.max_position)
 
     def _bytes(self, size: Allocation, new_capacity: int, held: Policy, least: Policy) -> _Bytes:

@@ -79,6 +79,25 @@ def test_later_turns_allocate_what_the_check_counts(lm, checks, policy, once, st
     counted(checks, kvjax.generate(lm, [ids(9)] * 2, cache=long.cache, **options))
 
 
+@pytest.mark.parametrize(
+    ("policy", "once"), [("snapkv:ratio=0.25", True), pytest.param("full", False, marks=pytest.mark.slow)]
+)
+def test_a_long_answer_takes_what_its_question_left_before_its_rows_grow(lm, policy, once):
+    context, found = kvjax.read(lm, CONTEXT, policy=policy, once=once), []
+    questions = [ids(70), ids(5)]
+    for count, capacity, grown in ((443, 256, 0), (444, 1024, 1)):  # 256, and 186 that the longer question left
+        options = {"max_new_tokens": count, "stop_token_ids": ()}
+        with compiled_programs() as programs:
+            found.append(kvjax.generate(lm, questions, cache=context, **options))
+        cache, stats = found[-1][0].cache, found[-1][0].stats
+        assert (cache.own_capacity, cache.new_capacity, programs["grow"]) == (256, capacity, grown)
+        asked = {"prompt_tokens": 70, "context_tokens": 203, "batch": 2, "policy": policy, "once": once}
+        plan = kvjax.plan(lm, **asked, max_new_tokens=count)
+        assert (plan.cache_bytes, plan.context_bytes) == (stats.device_cache_bytes, stats.shared_cache_bytes)
+    for one, other in zip(*found, strict=True):
+        assert other.tokens[:443] == one.tokens
+
+
 def test_scored_answers_are_in_the_bytes_that_the_check_counts(lm, checks, monkeypatch):
     context, made = kvjax.read(lm, CONTEXT, policy="snapkv:ratio=0.25", once=True), []
     real = kvjax.runtime.reading.read_prompts
