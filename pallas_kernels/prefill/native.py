@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from pallas_kernels import argument_checks
 from pallas_kernels.cpu import library
+from pallas_kernels.cpu.arguments import or_empty
 from pallas_kernels.prefill.prefill_problem import Prefilled, Problem
 
 (_FUNCTION,) = library.FUNCTIONS["prefill"]
@@ -43,11 +43,11 @@ def prefill(p: Problem, *, config: None = None, suffix: str = "") -> Prefilled:
         p.k.astype(dtype),
         p.v.astype(dtype),
         jnp.broadcast_to(p.offset, (batch,)),
-        _or_empty(p.length, jnp.int32),
+        or_empty(p.length, jnp.int32),
         nothing if kept is None else kept.k.astype(dtype),
         nothing if kept is None else kept.v.astype(dtype),
-        _or_empty(None if kept is None else kept.length, jnp.int32),
-        _or_empty(None if kept is None else kept.log_mass, jnp.float32),
+        or_empty(None if kept is None else kept.length, jnp.int32),
+        or_empty(None if kept is None else kept.log_mass, jnp.float32),
         scale=np.float32(p.scale),
         window=np.int64(p.window or 0),
         soft_cap=np.float32(p.soft_cap or 0),
@@ -72,8 +72,3 @@ def dtype_of(name: str, p: Any, suffix: str) -> jnp.dtype:
     if not suffix and library.loaded(name) is None:
         raise NotImplementedError(f"There is no compiled {name.replace('_', ' ')} for this CPU.")
     return dtype
-
-
-def _or_empty(x: Array | None, dtype: jnp.dtype) -> Array:
-    """An argument, or what stands for one that is not given."""
-    return jnp.zeros((0,), dtype) if x is None else x.astype(dtype)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from pallas_kernels import argument_checks
 from pallas_kernels.cpu import library
+from pallas_kernels.cpu.arguments import or_empty
 from pallas_kernels.pages import Columns, Pages
 from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
 
@@ -62,18 +62,13 @@ def decode(p: Problem, *, config: None = None, suffix: str = "") -> Decoded:
         first,
         p.length.astype(jnp.int32),
         jnp.asarray(0 if p.first_row is None else p.first_row, jnp.int32),
-        _or_empty(p.v_scale, jnp.float32),
-        _or_empty(p.log_mass, jnp.float32),
-        _or_empty(p.position if placed else None, jnp.int32),
-        _or_empty(p.query_position if placed else None, jnp.int32),
-        _or_empty(p.slopes, jnp.float32),
+        or_empty(p.v_scale, jnp.float32),
+        or_empty(p.log_mass, jnp.float32),
+        or_empty(p.position if placed else None, jnp.int32),
+        or_empty(p.query_position if placed else None, jnp.int32),
+        or_empty(p.slopes, jnp.float32),
         window=np.int64(p.window or 0),
         soft_cap=np.float32(p.soft_cap or 0),
         ratio=np.float32(1 if p.logits_scale is None else p.logits_scale / p.scale),
     )
     return Decoded(out.astype(p.q.dtype), lse, logits if p.with_logits else None)
-
-
-def _or_empty(x: Array | np.ndarray | None, dtype: jnp.dtype) -> Array:
-    """An argument, or what stands for one that is not given."""
-    return jnp.zeros((0,), dtype) if x is None else jnp.asarray(x, dtype)
