@@ -34,6 +34,15 @@ def whole_number(name: str, value: Any, least: int, most: int = MOST) -> None:
         raise UsageError(f"{name} is {quoted(value)}; {give_whole_number(value, least, most)}.")
 
 
+def row_number(owner: str, value: Any, rows: int) -> int:
+    """The number of one of an ``owner``'s rows; refuse what is none."""
+    try:
+        whole_number("row", value, 0, rows - 1)
+    except UsageError:
+        raise UsageError(f"The {owner} has no row {quoted(value)}; its rows are 0 to {rows - 1}.") from None
+    return int(value)
+
+
 def give_whole_number(value: Any, least: int, most: int = MOST) -> str:
     """The end of a refusal: the values that are accepted; the bound of every count is said only where it was passed."""
     known = most in (MOST, MOST_SLOTS, MOST_KERNEL, MOST_BYTES) and not (isinstance(value, int) and value > most)

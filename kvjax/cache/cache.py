@@ -23,8 +23,8 @@ from kvjax.cache.pool import LayerCache
 from kvjax.cache.pool_sharding import shard, unshard
 from kvjax.cache.quantisation import Storage
 from kvjax.cache.shared_context import SharedContext, after_shared
-from kvjax.checks import whole_number
-from kvjax.errors import UsageError, quoted
+from kvjax.checks import row_number
+from kvjax.errors import UsageError
 from pallas_kernels.pages import Pages
 
 if TYPE_CHECKING:
@@ -213,12 +213,7 @@ class Cache:
 
     def row(self, index: int) -> Cache:
         """One row as a cache of batch 1."""
-        try:
-            whole_number("row", index, 0, self.batch - 1)
-        except UsageError:
-            message = f"The cache has no row {quoted(index)}; its rows are 0 to {self.batch - 1}."
-            raise UsageError(message) from None
-        return take(self, [int(index)])
+        return take(self, [row_number("cache", index, self.batch)])
 
 
 def next_layer(layer: Layer, before: Sequence[Layer]) -> Layer:

@@ -14,6 +14,7 @@ from kvjax.array_bytes import nbytes
 from kvjax.cache.cache import Cache, take
 from kvjax.cache.host_memory import to_device, to_host
 from kvjax.cache.quantisation import Storage
+from kvjax.checks import row_number
 from kvjax.errors import UsageError
 from kvjax.policies.round_attention import RoundAttention
 
@@ -133,9 +134,7 @@ class Conversation:
 
     def row(self, index: int) -> Conversation:
         """One row as a conversation of batch 1."""
-        if not 0 <= index < self.batch:
-            raise UsageError(f"The conversation has no row {index}; its rows are 0 to {self.batch - 1}.")
-        return self.take([index])
+        return self.take([row_number("conversation", index, self.batch)])
 
     def take(self, indices: Sequence[int]) -> Conversation:
         """Rows in the given order; a row may be taken several times, and its rounds are then shared."""

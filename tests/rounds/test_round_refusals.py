@@ -32,6 +32,12 @@ def test_what_does_not_belong_together_is_refused(lm, one_of_ten, full):
         kvjax.generate(toys.tiny_model(num_layers=5), [1], cache=cache)
 
 
+@pytest.mark.parametrize("row", [1, -1, 0.5, True, "a", None])
+def test_a_row_that_is_not_there_is_refused(one_of_ten, row):
+    with pytest.raises(kvjax.UsageError, match=r"The conversation has no row .*; its rows are 0 to 0\.$"):
+        one_of_ten[0][0].cache.row(row)
+
+
 def test_rounds_too_large_for_the_device_are_refused_before_they_come(lm, one_of_ten, monkeypatch):
     cache = one_of_ten[0][0].cache
     monkeypatch.setattr("kvjax.rounds.turn.device_limit", lambda limit: 300_000)
