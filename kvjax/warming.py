@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvjax.cache.buckets import request_bucket
 from kvjax.chat import Chat
 from kvjax.checkpoints.load import LanguageModel, check_model
 from kvjax.checks import true_or_false, whole_number
-from kvjax.errors import UsageError, quoted
+from kvjax.context import read
+from kvjax.errors import DoesNotFit, UsageError, quoted
 from kvjax.generation import answer
 from kvjax.halving import largest
-from kvjax.options import merged
+from kvjax.options import GenerationOptions, merged
 from kvjax.ownership import Owned
 from kvjax.policies import Policy, format_policy, parse
 from kvjax.request import Request
@@ -59,7 +61,8 @@ def warm(
       batch: numbers of prompts that will be answered together.
       chat: also compile a conversation: turns of each length and short ones.
       options: of the calls, as for :func:`kvjax.generate`; those that change the cache, such as ``storage``, count.
-        With ``context=``, a text as long as those to come, the prompts and the conversation are read onto it.
+        With ``context=``, a text as long as those to come, the prompts and the conversation are read onto it, and
+        onto the cache that :func:`kvjax.read` gives of it.
 
     Returns:
       What each form compiled.
@@ -106,7 +109,12 @@ def _generating(lm: LanguageModel, ids: list[int], rows: int) -> Any:
 
     def call(*, n: int = 1, context: str | Sequence[int] | None = None, **options: Any) -> None:
         chosen = merged("warm", None, options, also=("n", "context"))
-        answer(Request(lm, ids if rows == 1 else [ids] * rows, chosen, n=n, context=context))
+        prompts: Any = ids if rows == 1 else [ids] * rows
+        answer(Request(lm, prompts, chosen, n=n, context=context))
+        if context is not None:
+            _onto_what_was_read(
+                lm, context, chosen, lambda cache: answer(Request(lm, prompts, chosen, n=n, cache=cache))
+            )
 
     return call
 
@@ -125,3 +133,12 @@ def _talking(lm: LanguageModel, tokens: int) -> Any:
                 held = Owned(answer(request).cache)  # lent or not, as a chat does
 
     return turns
+
+
+def _onto_what_was_read(
+    lm: LanguageModel, context: str | Sequence[int], options: GenerationOptions, call: Callable[[Any], Any]
+) -> None:
+    """The call onto a context that :func:`kvjax.read` has left: it stays its reader's, so other programs copy it."""
+    how = {name: getattr(options, name) for name in ("policy", "storage", "chat", "memory_limit")}
+    with contextlib.suppress(DoesNotFit):  # beside the copies that it makes, where what reads the context itself does
+        call(read(lm, context, **how))

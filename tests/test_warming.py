@@ -37,6 +37,32 @@ def test_what_is_read_onto_a_context_is_warmed_with_one_as_long():
         assert dict(programs) == before
 
 
+def test_what_is_asked_of_a_cache_that_was_read_is_warmed_by_its_context():
+    """Under a policy that shares a context, and one whose questions have copies."""
+    lm = toys.tiny_model(max_position=8192, num_layers=1, hidden_size=16, intermediate_size=16)
+    for policy, rows in (("full", 3), ("snapkv:ratio=0.25", 1)):
+        with compiled_programs() as programs:
+            kvjax.warm(lm, lengths=[20], batch=[rows], policy=policy, context="a" * 300)
+            before = dict(programs)
+            cache = kvjax.read(lm, "c" * 300, policy=policy)
+            kvjax.generate(lm, ["hello", "and?", "so?"][:rows], cache=cache, max_new_tokens=2)
+            assert dict(programs) == before, policy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["full", "snapkv:ratio=0.25"])
+def test_a_conversation_over_a_cache_that_was_read_is_warmed_by_its_context(policy):
+    lm = toys.tiny_model(max_position=8192, num_layers=1, hidden_size=16, intermediate_size=16)
+    with compiled_programs() as programs:
+        kvjax.warm(lm, lengths=[20], context="a" * 300, policy=policy, chat=True)
+        before = dict(programs)
+        talk = kvjax.Chat(lm, max_new_tokens=2)
+        talk.cache = kvjax.read(lm, "c" * 300, policy=policy)
+        for text in ("hello", "and?", "so?"):
+            talk.send(text)
+        assert dict(programs) == before
+
+
 def test_what_does_not_fit_together_is_not_answered_in_parts():
     lm = toys.tiny_model()
     kvjax.generate(lm, [[7] * 5] * 40, memory_limit=2_000_000, max_new_tokens=2)
