@@ -62,7 +62,7 @@ def warm(
       chat: also compile a conversation: turns of each length and short ones.
       options: of the calls, as for :func:`kvjax.generate`; those that change the cache, such as ``storage``, count.
         With ``context=``, a text as long as those to come, the prompts and the conversation are read onto it, and
-        onto the cache that :func:`kvjax.read` gives of it.
+        onto the cache that :func:`kvjax.read` gives of it where that fits too.
 
     Returns:
       What each form compiled.

@@ -49,6 +49,15 @@ def test_what_is_asked_of_a_cache_that_was_read_is_warmed_by_its_context():
             assert dict(programs) == before, policy
 
 
+def test_a_context_is_warmed_where_copies_of_one_that_was_read_do_not_fit():
+    lm = toys.tiny_model(max_position=8192, num_layers=1, hidden_size=16, intermediate_size=16)
+    options: dict = {"policy": "snapkv:ratio=0.25", "memory_limit": 4_500_000}
+    kvjax.warm(lm, lengths=[20], batch=[3], context="a" * 300, **options)
+    cache = kvjax.read(lm, "c" * 300, **options)
+    with pytest.raises(kvjax.DoesNotFit):
+        kvjax.generate(lm, ["hello", "and?", "so?"], cache=cache, max_new_tokens=2, memory_limit=4_500_000)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "snapkv:ratio=0.25"])
 def test_a_conversation_over_a_cache_that_was_read_is_warmed_by_its_context(policy):
