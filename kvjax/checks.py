@@ -35,7 +35,7 @@ def whole_number(name: str, value: Any, least: int, most: int = MOST) -> None:
 
 
 def row_number(owner: str, value: Any, rows: int) -> int:
-    """The number of one of an ``owner``'s rows; refuse what is none."""
+    """The number of one of the ``rows`` of what ``owner`` names; refuse anything else."""
     try:
         whole_number("row", value, 0, rows - 1)
     except UsageError:

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvjax import progress
 from kvjax.cache.buckets import request_bucket
 from kvjax.chat import Chat
 from kvjax.checkpoints.load import LanguageModel, check_model
@@ -138,7 +139,8 @@ def _talking(lm: LanguageModel, tokens: int) -> Any:
 def _onto_what_was_read(
     lm: LanguageModel, context: str | Sequence[int], options: GenerationOptions, call: Callable[[Any], Any]
 ) -> None:
-    """The call onto a context that :func:`kvjax.read` has left: it stays its reader's, so other programs copy it."""
+    """Call with a context as :func:`kvjax.read` leaves it: it stays its reader's, so it is copied by other programs."""
     how = {name: getattr(options, name) for name in ("policy", "storage", "chat", "memory_limit")}
-    with contextlib.suppress(DoesNotFit):  # beside the copies that it makes, where what reads the context itself does
+    # The call that reads the context itself may fit where the copies of one that was read do not.
+    with progress.showing(options.progress), contextlib.suppress(DoesNotFit):
         call(read(lm, context, **how))

@@ -58,6 +58,13 @@ def test_a_context_is_warmed_where_copies_of_one_that_was_read_do_not_fit():
         kvjax.generate(lm, ["hello", "and?", "so?"], cache=cache, max_new_tokens=2, memory_limit=4_500_000)
 
 
+def test_reading_what_is_asked_later_is_told_where_the_rest_is():
+    lm, events = toys.tiny_model(max_position=8192, num_layers=1, hidden_size=16, intermediate_size=16), []
+    kvjax.warm(lm, lengths=[20], context="a" * 300, progress=events.append)
+    # A context with its prompt, then one alone and the prompt onto it.
+    assert [event.stage for event in events if event.finished].count("prefill") == 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "snapkv:ratio=0.25"])
 def test_a_conversation_over_a_cache_that_was_read_is_warmed_by_its_context(policy):

@@ -170,12 +170,9 @@ def copied_bytes(device: Device, context: int, dtype: Any, storage: Storage) -> 
 
     def of_layer(pools: tuple[LayerCache, ...]) -> int:
         heads = sum(len(pool.pages) for pool in pools) // pools[0].model_layers
-        longest = max(
-            min(max(pool.most_slots), pages_for(context, pool.page_size) * pool.page_size)
-            if pool.model_layers > 1
-            else max(pool.most_slots)
-            for pool in pools
-        )
+        longest = max(max(pool.most_slots) for pool in pools)
+        if pools[0].model_layers > 1:  # one pool of all layers, of which a head holds no more than the context
+            longest = min(longest, pages_for(context, pools[0].page_size) * pools[0].page_size)
         equal = all(pool.row_starts is None and pool.scales is None for pool in pools)
         copies = _COPIES if equal else _GATHERED_COPIES
         return copies * heads * longest * 2 * config.head_dim * jnp.dtype(pools[0].dtype).itemsize
