@@ -14,11 +14,11 @@ from kvjax.cache.host_memory import as_numpy
 from kvjax.checkpoints.load import LanguageModel, check_model
 from kvjax.errors import UsageError, quoted
 from kvjax.generation import generate, stream_generate
+from kvjax.given_caches import how_to_continue
 from kvjax.options import ChatKeywords, GenerationOptions, merged, shows_options
 from kvjax.output import Output, Piece
 from kvjax.ownership import Owned
 from kvjax.policies import Policy, parse
-from kvjax.request import how_to_continue
 from kvjax.rounds.conversation import Conversation
 
 

@@ -12,34 +12,30 @@ import numpy as np
 
 from kvjax.allocation import Allocation
 from kvjax.array_bytes import nbytes
-from kvjax.cache.buckets import batch_bucket, prompt_bucket
-from kvjax.cache.cache import NO_TOKEN, OPEN_MESSAGE, Cache, same_context
-from kvjax.cache.continuation import Continuation, are_apart, check_continuable, delete, one_batch
-from kvjax.cache.host_memory import as_numpy, device_bytes
-from kvjax.cache.quantisation import Storage, parse_storage
+from kvjax.cache.buckets import batch_bucket
+from kvjax.cache.cache import OPEN_MESSAGE, Cache
+from kvjax.cache.host_memory import device_bytes
 from kvjax.cache.shared_context import SharedContext
 from kvjax.checkpoints.load import LanguageModel, check_model
 from kvjax.checks import whole_number
 from kvjax.device_memory import agreed_limit, device_limit
 from kvjax.errors import UsageError, say_once
+from kvjax.given_caches import GivenCaches
 from kvjax.memory_needs import weights_bytes
-from kvjax.model.config import ModelConfig
 from kvjax.options import GenerationOptions
 from kvjax.ownership import Owned
 from kvjax.planning import fitting
-from kvjax.policies import Full, Policy, format_policy, parse
-from kvjax.policies.best import asked_later, resolve
+from kvjax.policies import Policy
+from kvjax.policies.best import asked_later
 from kvjax.policies.composition import shares
 from kvjax.policies.fixed import fixed
 from kvjax.policies.guard import check_value
 from kvjax.policies.round_attention import SINKS
-from kvjax.policies.window_layers import for_model
-from kvjax.prompts import Tokens, as_list, as_told, matching, prefix_tokens, read_tokens, tokenize
+from kvjax.prompts import Tokens, as_list, prefix_tokens, read_tokens, tokenize
 from kvjax.runtime.decode import CHUNK, Controls
 from kvjax.runtime.programs import Programs
 from kvjax.runtime.sampling import Sampling, numbers_of
 from kvjax.runtime.stopping import StopTable, stop_table
-from kvjax.sharding.adopt import adopt, keeps_context
 from kvjax.text.tokenizer import Tokenizer
 
 #: Tokens from which a prompt is held once for all of its samples. Copies of a shorter one are small, and sharing needs
@@ -55,6 +51,7 @@ class Request:
     Attributes:
       tokens: the context's and the prompts' ids as passed.
       prompts: ids to read, row by row before samples are spread: a continued row begins with its next token.
+      given: the caches that they continue.
       cache: what they are read onto, a row per prompt, or None.
       cache_is_copy: whether its keys and values are the request's own, so that they may be consumed.
       owned: the conversation that ``cache`` is, where its owner passed it.
@@ -95,8 +92,8 @@ class Request:
         count = len(as_list(prompt)[0])
         # Nothing is joined or copied before everything was checked.
         self.owned = cache if isinstance(cache, Owned) else None
-        caches = self._given = _caches(cache if self.owned is None else self.owned.value, count)
-        next_token = _counters([old.next_token for old in caches], count, NO_TOKEN)
+        given = self.given = GivenCaches.of(cache if self.owned is None else self.owned.value, count)
+        next_token = given.next_token
         onto = {"onto": cache is not None, "open_messages": (next_token == OPEN_MESSAGE).tolist()}
         self.tokens: Tokens = (
             read_tokens(lm, prompt, options.chat)
@@ -106,59 +103,29 @@ class Request:
         later = read_only or asked_later(
             context=context is not None, new_tokens=options.max_new_tokens, reserve_tokens=options.reserve_tokens
         )
-        self.policy, self.choice = _policy(options.policy, caches, lm, later)
+        self.policy, self.choice = given.policy(options.policy, lm, later=later)
         check_value(self.policy)
         self.policy.check(lm.config)
         self.once = once and fixed(self.policy).chosen_once
-        self.storage = _storage(options.storage, caches, lm.config.head_dim)
-        for old in caches:
-            _same_model(lm.config, old)
+        self.storage = given.storage(options.storage, lm.config.head_dim)
+        given.check_model(lm.config)
         self.rows = count * n
         self.stop_ids = options.stop_ids(lm)
         self.prompts = self._with_next_token(next_token)
         if any(not ids for ids in self.prompts):
             raise UsageError("A prompt has no tokens; give at least one character.")
-        seen = _counters([old.seen for old in caches], count, 0)
-        context = _common_context(caches, lm)
-        shared = _shared_tokens(caches, count, seen, context) if shares(self.policy, self.storage) else 0
-        alone = count == 1 < n and not caches and not self.tokens.context and len(self.prompts[0]) >= SHARED_PROMPT
+        context = given.common_context(lm)
+        shared = given.shared_tokens(context) if shares(self.policy, self.storage) else 0
+        alone = (
+            count == 1 < n and not given.caches and not self.tokens.context and len(self.prompts[0]) >= SHARED_PROMPT
+        )
         self.shares_prompt = alone and shares(self.policy, self.storage)
-        self.size = self._checked_size(seen, self._given_bytes(count, context, shared), context, exact, shared)
+        self.size = self._checked_size(context, exact, shared)
         self.programs = Programs(lm.mesh, lm.config, exact=self.size.rows != batch_bucket(self.rows))
-        self.cache = self._joined(count)
-        self.cache_is_copy = self.cache is not None and all(are_apart(self.cache, old) for old in caches)
+        self.cache = given.joined(lm, self.programs)
+        self.cache_is_copy = self.cache is not None and given.are_apart(self.cache)
         rounds_begin = self.policy.offloads_rounds and self.cache is None
         self.prefix: tuple[int, ...] = self._prefix(prompt) if rounds_begin else ()
-
-    def _given_bytes(self, count: int, context: SharedContext | None, shared: int) -> int:
-        """Bytes on each device of the caches that were given, and of what is made of them for ``count`` prompts.
-
-        What counts the rows that are made counts a ``context`` that they go on sharing; ``shared`` are its tokens.
-        """
-        caches, devices = self._given, 1 if self.lm.mesh is None else self.lm.mesh.size
-        beside = 0 if context is None else context.nbytes
-        given = sum((old.nbytes - beside) // devices for old in caches)
-        rows = sum(old.batch for old in caches)
-        as_it_is, begins = len(caches) == 1 and rows == count, rows < count and shared and context is None
-        if not caches or as_it_is or begins:  # where rows begin to share, what they share is the copy
-            return given
-        return given + given // rows * count  # joined, or a single one spread over all
-
-    def _joined(self, count: int) -> Any:
-        """The caches that were given, on the model's devices as one batch; None of none."""
-        held: list[Any] = [adopt(old.to_device(), self.lm.mesh, self.lm.config) for old in self._given]
-        if not held:
-            return None
-        whole = _one_row_each(held, count)
-        if self.policy.chosen_once and whole.context is None:  # it was saved
-            sizes = {"prompt_capacity": prompt_bucket(int(as_numpy(whole.seen)[0])), "dtype": self.dtype}
-            whole = self.programs.share_chosen(whole, config=self.lm.config, **sizes)
-        return whole
-
-    def consume_given(self) -> None:
-        """Free the caches that were given, of which this request has copies."""
-        for old in self._given:
-            delete(old)
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -193,12 +160,9 @@ class Request:
             result.append(ids if token < 0 or written else (token, *ids))
         return result
 
-    def _checked_size(
-        self, seen: np.ndarray, already: int, held: SharedContext | None, exact: bool, shared: int
-    ) -> Allocation:
-        """The allocation for rows that have ``seen`` tokens, the first of them ``shared`` or already ``held`` together,
-        beside ``already`` bytes of caches."""
-        config, limit = self.lm.config, self.lm.config.max_position
+    def _checked_size(self, held: SharedContext | None, exact: bool, shared: int) -> Allocation:
+        """The allocation for the rows, which share their first ``shared`` tokens, or do already in ``held``."""
+        config, limit, seen = self.lm.config, self.lm.config.max_position, self.given.seen
         added = np.array([len(self.tokens.context) + len(ids) for ids in self.prompts])
         if self.answers is not None:
             # The last token of an answer is scored and not read.
@@ -212,8 +176,9 @@ class Request:
                 f"The prompt has {int(added.max())} tokens{scored}{before}; this model's context is {limit}, so "
                 "shorten it."
             )
-        layers = [old.device_layers for old in self._given]
-        go_on = held is not None and all(cache.own_capacity for cache in layers)  # and have read something after it
+        go_on = held is not None and all(
+            cache.own_capacity for cache in self.given.layers
+        )  # and have read something after it
         limit, mesh = self.memory_limit, self.lm.mesh
         if limit is None and mesh is not None and not exact:  # of one size there is nothing to choose
             limit = agreed_limit(mesh.jax.devices.ravel().tolist())
@@ -230,13 +195,13 @@ class Request:
             once=self.once,
             dtype=self.dtype,
             memory_limit=limit,
-            already=already,
+            already=self.given.bytes_with_copies(held, shared, 1 if mesh is None else mesh.size),
             storage=self.storage,
             mesh=mesh,
             # Samples of one prompt are read onto nothing later than it.
             reserve=0 if self.shares_prompt else self.options.reserve_tokens,
             # Rounds have sizes of their own, and so have rows that begin to share.
-            held=None if self.policy.offloads_rounds or (shared and not go_on) else _widest(layers),
+            held=None if self.policy.offloads_rounds or (shared and not go_on) else self.given.widest,
             held_context=None if held is None else device_bytes(jax.tree.leaves(held)),
             exact=exact,
         )
@@ -329,110 +294,6 @@ def known_ids(lm: LanguageModel) -> int:
     """The number of ids, the first ones, that may be drawn."""
     vocabulary = lm.config.vocab_size
     return min(lm.tokenizer.vocab_size or vocabulary, vocabulary)
-
-
-def _policy(
-    policy: Policy | str | None, caches: Sequence[Continuation], lm: LanguageModel, later: bool
-) -> tuple[Policy, str | None]:
-    """The policy asked for, beside the rings of a model's window layers, or the one the caches have; and why it is."""
-    if not caches:
-        found = resolve(Full() if policy is None else parse(policy), lm.config, later=later)
-        return for_model(as_told(lm, found.policy), lm.config), found.line
-    own = caches[0].policy.named
-    same = None if policy is None else matching(lm, parse(policy), own)
-    if policy is not None and same is None:
-        raise UsageError(
-            f"The cache was compressed by {format_policy(own)}; it continues with that policy, so leave policy= out or "
-            "give the same one."
-        )
-    return caches[0].policy, same and same.line
-
-
-def _storage(storage: Any, caches: Sequence[Continuation], head_dim: int) -> Storage:
-    """The storage asked for, or the one the caches have."""
-    asked = parse_storage(storage, head_dim)
-    if not caches:
-        return asked
-    own = caches[0].storage
-    if storage is not None and asked != own:
-        what = own.kind if asked.kind != own.kind else own
-        raise UsageError(f"The cache is stored as {what}; it continues so, so leave storage= out or give the same.")
-    return own
-
-
-def how_to_continue(
-    lm: LanguageModel, options: GenerationOptions, cache: Continuation
-) -> tuple[Policy | str, Storage | str]:
-    """Policy and storage of a conversation that goes on with a cache: the options', or its own where they say none.
-
-    Raises:
-      UsageError: the options say others, or the cache is of another model.
-    """
-    _same_model(lm.config, cache)
-    own, _ = _policy(options.policy, [cache], lm, later=True)
-    stored = _storage(options.storage, [cache], lm.config.head_dim)
-    return own.named if options.policy is None else options.policy, options.storage or stored
-
-
-def _caches(cache: Any, count: int) -> list[Continuation]:
-    """The caches passed; together they have a row per prompt, or a single one for all prompts."""
-    if cache is None:
-        return []
-    caches = list(cache) if isinstance(cache, (list, tuple)) else [cache]
-    if not caches:
-        raise UsageError("The list of caches is empty; give one cache a prompt, or leave cache= out.")
-    check_continuable("cache=", caches)
-    rows = sum(item.batch for item in caches)
-    if rows not in (1, count):
-        there = "is 1 prompt" if count == 1 else f"are {count} prompts"
-        raise UsageError(f"The cache has {rows} rows and there {there}; give one prompt a row.")
-    return caches
-
-
-def _counters(parts: Sequence[jax.Array], count: int, missing: int) -> np.ndarray:
-    """[count] numbers of the caches' rows; of a single row for all, and ``missing`` without a cache."""
-    rows = np.concatenate([as_numpy(part) for part in parts]) if parts else np.array([missing])
-    return np.broadcast_to(rows, (count,))
-
-
-def _one_row_each(caches: Sequence[Any], count: int) -> Any:
-    """The caches, or conversations, to continue as one batch with a row per prompt.
-
-    A single cache for all prompts stays the one row it is, until they are read.
-    """
-    whole = one_batch(caches)
-    return whole.take([0] * count) if whole.policy.offloads_rounds and whole.batch != count else whole
-
-
-def _common_context(caches: Sequence[Continuation], lm: LanguageModel) -> SharedContext | None:
-    """The context that the rows of all these caches share, and will go on sharing; None where they do not."""
-    layers = [old.device_layers for old in caches]
-    if not layers or not all(same_context(cache.context, layers[0].context) for cache in layers):
-        return None
-    return layers[0].context if keeps_context(layers[0], lm.mesh, lm.config) else None
-
-
-def _shared_tokens(caches: Sequence[Continuation], count: int, seen: np.ndarray, context: SharedContext | None) -> int:
-    """Tokens of a context that ``count`` rows read onto these caches will share, or do already."""
-    if context is not None:
-        return int(as_numpy(context.seen)[0])
-    rows = sum(old.batch for old in caches)
-    return int(seen.max()) if rows and (rows < count or caches[0].policy.chosen_once) else 0
-
-
-def _widest(caches: Sequence[Cache]) -> Cache | None:
-    """The cache with room for the longest prompt, whose capacities they have once they are one batch; None of none."""
-    return max(caches, key=lambda cache: (cache.prompt_capacity, cache.own_capacity or 0), default=None)
-
-
-def _same_model(config: ModelConfig, cache: Continuation) -> None:
-    shape = cache.model_shape
-    wanted = (config.num_layers, config.num_kv_heads, config.head_dim)
-    if shape != wanted:
-        raise UsageError(
-            f"The cache is of another model: it has {shape[0]} layers of {shape[1]} heads of {shape[2]} channels, "
-            f"and this model has {wanted[0]} of {wanted[1]} of {wanted[2]}."
-        )
 
 
 def _stop_table(lm: LanguageModel, strings: tuple[str, ...], ids: tuple[int, ...], rows: int) -> StopTable:

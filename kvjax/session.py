@@ -157,7 +157,7 @@ class Session:
         request, owned = self.request, self.request.owned
         if request.cache_is_copy:
             if consume:
-                request.consume_given()
+                request.given.delete()
             consume = True
         elif owned is not None and may_be_lent(owned.value) and not owned.shared and request.n == 1:
             self._lent, consume = owned.lend(), True

@@ -16,11 +16,11 @@ from kvjax.cache.groups import parts, with_parts
 from kvjax.cache.host_memory import as_numpy, device_bytes, to_device
 from kvjax.checkpoints.load import LanguageModel, check_model
 from kvjax.errors import UsageError, kind_of
+from kvjax.given_caches import how_to_continue
 from kvjax.model.config import ModelConfig
 from kvjax.options import GenerationOptions
 from kvjax.policies import format_policy
 from kvjax.policies.composition import shares
-from kvjax.request import how_to_continue
 from kvjax.runtime.programs import Programs
 from kvjax.sharding.adopt import adopt
 

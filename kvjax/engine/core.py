@@ -18,13 +18,14 @@ from kvjax.engine.row import Row
 from kvjax.engine.schedule import Scheduler
 from kvjax.engine.slots import Slots
 from kvjax.errors import UsageError
+from kvjax.given_caches import how_to_continue
 from kvjax.options import GenerationOptions
 from kvjax.policies import Full, Policy, parse
 from kvjax.policies.best import resolve
 from kvjax.policies.guard import check_value
 from kvjax.policies.window_layers import for_model
 from kvjax.prompts import as_told
-from kvjax.request import Request, how_to_continue
+from kvjax.request import Request
 from kvjax.runtime.compilation import close_clock, open_clock
 
 #: Steps of one measurement of their time.
