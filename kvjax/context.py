@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, Unpack
 
 import numpy as np
 
 from kvjax.cache.buckets import prompt_bucket
 from kvjax.cache.cache import NO_TOKEN, OPEN_MESSAGE, Cache
 from kvjax.cache.continuation import Continuation, delete
-from kvjax.cache.quantisation import Storage
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import true_or_false
 from kvjax.errors import UsageError
-from kvjax.options import GenerationOptions
-from kvjax.policies import Policy
+from kvjax.options import OF_ANSWERS, GenerationOptions, ReadKeywords, at_default, merged, shows_options
 from kvjax.prompts import Prompt, Prompts
 from kvjax.request import Request
 from kvjax.rounds.conversation import Conversation
 from kvjax.session import running
 
 
+@shows_options(OF_ANSWERS)
 def read(
     lm: LanguageModel,
     text: Prompt | Prompts,
+    options: GenerationOptions | None = None,
     *,
-    policy: Policy | str | None = None,
-    storage: Storage | str | None = None,
-    chat: bool = True,
     once: bool = False,
-    memory_limit: int | None = None,
+    **keywords: Unpack[ReadKeywords],
 ) -> Cache | Conversation:
     """Read text or messages once, compress them, and answer nothing: a cache to ask many questions of.
 
@@ -42,26 +40,23 @@ def read(
       text: text; a list of messages ({"role", "content"}), of which a last one of the user's goes on with the question,
         one of the assistant's is an answer that the next turn follows, and after one of the system's the user's
         begins; a list of token ids; or a list of such, which are read as one batch and give a row each.
-      policy: which tokens stay, a policy or its text form; None keeps all. Under :class:`kvjax.RoundAttention` what is
-        read is a round, and a :class:`kvjax.Conversation` comes back.
-      storage: what the cache's rows are stored as, "model" or "int8", or a :class:`kvjax.Storage`.
-      chat: whether text goes through the chat template; without it, and for ids, what is asked later follows as it is.
+      options: those of the questions, say: what says how they are answered does not count here.
       once: the policy chooses among the text's tokens and never again: what is read and decoded later is all kept, and
         any number of questions shares the slots that were chosen. For one text, and policies that choose when a prompt
         is read. Without it they choose anew with every question, and each question has a copy.
-      memory_limit: refuse more bytes than this, by default what the device has.
+      keywords: fields of :class:`kvjax.GenerationOptions`, in place of those of ``options``:
 
     Returns:
-      A cache of a row per text, to pass as ``cache=`` (``cache.row(i)`` for one of several), or to keep with
-      :func:`kvjax.save_cache`.
+      A cache of a row per text, or under :class:`kvjax.RoundAttention` a :class:`kvjax.Conversation` of one round, to
+      pass as ``cache=`` (``cache.row(i)`` for one of several), or to keep with :func:`kvjax.save_cache`.
 
     Raises:
       UsageError: a request that makes no sense, in one sentence.
       DoesNotFit: too large for the device; the sentence says what would fit.
     """
     true_or_false("once", once)
-    options = GenerationOptions(policy=policy, storage=storage, chat=chat, memory_limit=memory_limit, max_new_tokens=0)
-    request = Request(lm, text, options, read_only=True, once=once)
+    chosen = at_default(merged("read", options, keywords, also=("once",), without=OF_ANSWERS), OF_ANSWERS)
+    request = Request(lm, text, dataclasses.replace(chosen, max_new_tokens=0), read_only=True, once=once)
     if request.once:
         _check_once(request)
     with running(request) as session:

@@ -8,7 +8,7 @@ from typing import Any, Literal, Unpack, overload
 
 from kvjax import progress
 from kvjax.cache.cache import Cache
-from kvjax.cache.continuation import delete
+from kvjax.cache.continuation import delete, is_row
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import true_or_false
 from kvjax.engine.core import spans_processes
@@ -126,8 +126,7 @@ def _as_many_as_fit(
     if cache is None:
         in_slots = not parse(options.policy or "full").offloads_rounds
     else:  # of one row, whose context the slots of an engine share
-        one = isinstance(cache, Cache) and cache.batch == 1
-        in_slots = one and error.batch > 0 and shares(cache.policy, cache.storage)
+        in_slots = error.batch > 0 and is_row(cache) and shares(cache.policy, cache.storage)
     if in_slots and not spans_processes(lm):
         with contextlib.suppress(DoesNotFit):  # then what was said of all of them is the sentence
             outputs = answer_many(lm, prompts, options, cache)

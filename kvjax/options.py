@@ -1,8 +1,8 @@
 """The options of a generation: the default, check and help of each are written here and nowhere else.
 
 ``generate``, ``stream_generate``, ``Chat`` and ``batch.run`` take them as one value, as keywords, or both; the command
-line makes its flags of them. A new one is a field and a line of :class:`GenerationKeywords`; what obeys it is in
-``kvjax/runtime/sampling.py`` and ``Request.controls``.
+line makes its flags of them. A new one is a field and a line of :class:`AnswerKeywords`; what obeys it is in
+``kvjax/runtime/sampling.py``.
 """
 # ruff: noqa: RUF009  the call in a field's default returns the field itself
 
@@ -30,7 +30,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _option(
-    default: Any, help: str, check: Callable[[str, Any], None], details: str = "", compared: bool = True
+    default: Any,
+    help: str,
+    check: Callable[[str, Any], None],
+    details: str = "",
+    *,
+    compared: bool = True,
+    drawn: bool = False,
 ) -> Any:
     """A field of :class:`GenerationOptions`.
 
@@ -38,8 +44,9 @@ def _option(
       help: one sentence, for the flag and the docstrings. details: more, for the docstrings alone.
       check: called with the field's name and its value; raises UsageError for one that makes no sense.
       compared: whether options that differ in it are different options.
+      drawn: whether it changes nothing where tokens are not drawn, at temperature 0.
     """
-    about = {"help": help, "check": check, "details": details}
+    about = {"help": help, "check": check, "details": details, "drawn": drawn}
     return dataclasses.field(default=default, compare=compared, metadata=about)
 
 
@@ -110,16 +117,20 @@ class GenerationOptions:
         partial(whole_number, least=0),
     )
     temperature: float = _option(0.0, "Sampling temperature; 0 is greedy decoding.", partial(number, least=0))
-    top_k: int | None = _option(None, "Sample from the k most likely tokens.", optional(partial(whole_number, least=1)))
+    top_k: int | None = _option(
+        None, "Sample from the k most likely tokens.", optional(partial(whole_number, least=1)), drawn=True
+    )
     top_p: float = _option(
         1.0,
         "Sample from the smallest set of tokens with this total probability.",
         partial(number, least=0, most=1, open_below=True),
+        drawn=True,
     )
     min_p: float = _option(
         0.0,
         "Drop tokens less likely than this fraction of the most likely token's probability.",
         partial(number, least=0, most=1),
+        drawn=True,
     )
     repetition_penalty: float = _option(
         1.0,
@@ -208,11 +219,12 @@ class GenerationOptions:
         return tuple(int(token) for token in ids)
 
 
-class ChatKeywords(TypedDict, total=False):
-    """The keywords of ``Chat``: every field of :class:`GenerationOptions` but ``chat``."""
+# The fields as keywords, for type checkers, by what takes them.
 
-    policy: Policy | str | None
-    storage: Storage | str | None
+
+class AnswerKeywords(TypedDict, total=False):
+    """How one prompt is answered."""
+
     max_new_tokens: int
     temperature: float
     top_k: int | None
@@ -224,18 +236,52 @@ class ChatKeywords(TypedDict, total=False):
     stop_token_ids: Sequence[int] | None
     logprobs: bool
     prompt_logprobs: bool
+
+
+class CacheKeywords(TypedDict, total=False):
+    """How a cache is made."""
+
+    policy: Policy | str | None
+    storage: Storage | str | None
     memory_limit: int | None
-    reserve_tokens: int | None
     progress: Progress
 
 
+class RequestKeywords(AnswerKeywords, total=False):
+    """The keywords of ``Engine.submit``, whose engine has the cache."""
+
+    chat: bool
+
+
+class ReadKeywords(CacheKeywords, total=False):
+    """The keywords of ``read`` and ``score``, which generate nothing."""
+
+    chat: bool
+
+
+class JobKeywords(AnswerKeywords, CacheKeywords, total=False):
+    """The keywords of ``batch.run``, whose rows have no later turns."""
+
+    chat: bool
+
+
+class ChatKeywords(AnswerKeywords, CacheKeywords, total=False):
+    """The keywords of ``Chat``, whose prompts are messages."""
+
+    reserve_tokens: int | None
+
+
 class GenerationKeywords(ChatKeywords, total=False):
-    """The fields of :class:`GenerationOptions` as keywords, for type checkers."""
+    """All of them, the keywords of ``generate``."""
 
     chat: bool
 
 
 FIELDS: dict[str, dataclasses.Field[Any]] = {option.name: option for option in fields(GenerationOptions)}
+#: Those that change nothing at temperature 0.
+DRAWN = tuple(name for name, option in FIELDS.items() if option.metadata["drawn"])
+#: Those that what only reads has no use for.
+OF_ANSWERS = tuple(name for name in FIELDS if name not in ("policy", "storage", "chat", "memory_limit", "progress"))
 
 
 def merged(
@@ -265,6 +311,11 @@ def merged(
             near = did_you_mean(name, accepted)
             raise UsageError(f"{caller} takes no {quoted(name)};{near} it takes {', '.join(sorted(accepted))}.")
     return dataclasses.replace(GenerationOptions() if options is None else options, **keywords)
+
+
+def at_default(options: GenerationOptions, names: Collection[str]) -> GenerationOptions:
+    """The options with these fields at their defaults."""
+    return dataclasses.replace(options, **{name: FIELDS[name].default for name in names})
 
 
 def shows_options(without: Collection[str] = ()) -> Callable[[Function], Function]:

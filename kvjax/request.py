@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,11 +17,12 @@ from kvjax.cache.host_memory import device_bytes
 from kvjax.cache.shared_context import SharedContext
 from kvjax.checkpoints.load import LanguageModel, check_model
 from kvjax.checks import whole_number
+from kvjax.controls import controls_of, stops_of
 from kvjax.device_memory import agreed_limit, device_limit
 from kvjax.errors import UsageError, say_once
 from kvjax.given_caches import GivenCaches
 from kvjax.memory_needs import weights_bytes
-from kvjax.options import GenerationOptions
+from kvjax.options import DRAWN, FIELDS, GenerationOptions
 from kvjax.ownership import Owned
 from kvjax.planning import fitting
 from kvjax.policies import Policy
@@ -34,9 +34,6 @@ from kvjax.policies.round_attention import SINKS
 from kvjax.prompts import Tokens, as_list, prefix_tokens, read_tokens, tokenize
 from kvjax.runtime.decode import CHUNK, Controls
 from kvjax.runtime.programs import Programs
-from kvjax.runtime.sampling import Sampling, numbers_of
-from kvjax.runtime.stopping import StopTable, stop_table
-from kvjax.text.tokenizer import Tokenizer
 
 #: Tokens from which a prompt is held once for all of its samples. Copies of a shorter one are small, and sharing needs
 #: two programs more.
@@ -224,15 +221,9 @@ class Request:
             say_once(notice)
 
     def _idle_options(self) -> list[str]:
-        """Options of sampling that were given."""
-        options = self.options
-        given = {
-            "n": self.n > 1,
-            "top_k": options.top_k is not None,
-            "top_p": options.top_p < 1,
-            "min_p": options.min_p > 0,
-        }
-        return [name for name, there in given.items() if there]
+        """Options that change nothing where no token is drawn, and were given."""
+        given = [name for name in DRAWN if getattr(self.options, name) != FIELDS[name].default]
+        return ["n", *given] if self.n > 1 else given
 
     def may_grow(self, cache: Cache, new_capacity: int) -> bool:
         """Whether a cache fits beside its larger successor, which exist together while it is copied."""
@@ -270,45 +261,15 @@ class Request:
 
     def controls(self) -> Controls:
         """The options on the device, for the compiled loop."""
-        lm, options, vocabulary = self.lm, self.options, self.lm.config.vocab_size
+        lm, options = self.lm, self.options
         # Rows of padding repeat the last.
         rows = np.minimum(np.arange(self.programs.rows(self.rows)), self.rows - 1)
         prompt, sample = np.divmod(rows, self.n)
         number = prompt if self.numbers is None else np.asarray(self.numbers)[prompt] % 2**31
         limits = [options.max_new_tokens] * (prompt[-1] + 1) if self.limits is None else self.limits
-        limit = np.array([min(count, 2**31 - 1) for count in limits], np.int32)[prompt]
-        draws = np.stack([np.full(len(number), options.seed), number, sample], axis=1).astype(np.uint32)
+        limit = [min(limits[i], 2**31 - 1) for i in prompt]
+        draws = np.stack([np.full(len(number), options.seed), number, sample], axis=1)
         stops = options.stop_strings, self.stop_ids
         if self.answers is not None:  # nothing but its end ends an answer that is given
-            limit, stops = np.array([len(self.answers[row]) for row in rows], np.int32), ((), ())
-        numbers: dict[str, Any] = {
-            name: np.full(len(number), value) for name, value in numbers_of(options, vocabulary).items()
-        }
-        numbers |= {"known": np.int32(known_ids(lm)), "draws": draws}
-        ends: Any = limit, np.int32(lm.config.max_position), np.bool_(options.logprobs), np.int32(1)
-        # Put there as they are: conversions would be programs of their own.
-        return jax.device_put(Controls(Sampling(**numbers), _stop_table(lm, *stops, len(rows)), *ends))
-
-
-def known_ids(lm: LanguageModel) -> int:
-    """The number of ids, the first ones, that may be drawn."""
-    vocabulary = lm.config.vocab_size
-    return min(lm.tokenizer.vocab_size or vocabulary, vocabulary)
-
-
-def _stop_table(lm: LanguageModel, strings: tuple[str, ...], ids: tuple[int, ...], rows: int) -> StopTable:
-    if not strings:
-        return _plain_table(ids, lm.config.vocab_size, rows)
-    return _string_table(lm.tokenizer, strings, ids, lm.config.vocab_size, rows)
-
-
-@functools.lru_cache(maxsize=2)  # a tenth of a second for 49,152 tokens, and megabytes; a conversation repeats its own
-def _string_table(
-    tokenizer: Tokenizer, strings: tuple[str, ...], ids: tuple[int, ...], vocabulary: int, rows: int
-) -> StopTable:
-    return stop_table(strings, ids, tokenizer.token_bytes(), vocabulary, rows)
-
-
-@functools.lru_cache(maxsize=8)
-def _plain_table(ids: tuple[int, ...], vocabulary: int, rows: int) -> StopTable:
-    return stop_table((), ids, (), vocabulary, rows)
+            limit, stops = [len(self.answers[row]) for row in rows], ((), ())
+        return controls_of(lm, [options] * len(rows), draws, limit, stops_of(lm, *stops, len(rows)))

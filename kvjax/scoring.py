@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from kvjax.cache.cache import Cache
-from kvjax.cache.quantisation import Storage
 from kvjax.checkpoints.load import LanguageModel, check_model
 from kvjax.errors import DoesNotFit, UsageError, quoted
-from kvjax.options import GenerationOptions
+from kvjax.options import OF_ANSWERS, GenerationOptions, ReadKeywords, at_default, merged, shows_options
 from kvjax.output import Score
-from kvjax.policies import Policy
 from kvjax.prompts import Prompt, Prompts, as_list, token_ids
 from kvjax.request import Request
 from kvjax.rounds.conversation import Conversation
@@ -21,23 +20,22 @@ from kvjax.runtime.token_logprobs import next_logprobs, next_tokens
 from kvjax.session import Session, running
 
 #: Text or token ids.
-Continuation = str | Sequence[int]
+ScoredText = str | Sequence[int]
 #: Of each row the log-probabilities of its tokens, and the likeliest token in each place.
 _Found = tuple[list[list[float]], list[list[int]]]
 
 
+@shows_options(OF_ANSWERS)
 def score(
     lm: LanguageModel,
     prompt: Prompt | Prompts,
-    continuation: Continuation | Sequence[Continuation],
+    continuation: ScoredText | Sequence[ScoredText],
+    options: GenerationOptions | None = None,
     *,
     way: Literal["prefill", "decode"] = "prefill",
-    policy: Policy | str | None = None,
     cache: Cache | Conversation | Sequence[Cache | Conversation] | None = None,
     context: str | Sequence[int] | None = None,
-    storage: Storage | str | None = None,
-    chat: bool = True,
-    memory_limit: int | None = None,
+    **keywords: Unpack[ReadKeywords],
 ) -> Any:
     """Log-probabilities of given tokens after a prompt, under the compressed cache.
 
@@ -57,7 +55,9 @@ def score(
         follow the prompt; with one prompt a list of them, of which each follows it; with several prompts one for each,
         or one for all.
       way: "prefill" or "decode".
-      policy, cache, context, storage, chat, memory_limit: as for ``generate``; a cache remains a value.
+      options: those of answers, say: what says how they are generated does not count here.
+      cache, context: as for ``generate``; a cache remains a value.
+      keywords: fields of :class:`kvjax.GenerationOptions`, in place of those of ``options``:
 
     Returns:
       A :class:`kvjax.Score`; a list of them where prompts or continuations are lists.
@@ -66,6 +66,8 @@ def score(
       UsageError: a request that makes no sense, in one sentence.
       DoesNotFit: too large for the device.
     """
+    merge = merged("score", options, keywords, also=("way", "cache", "context"), without=OF_ANSWERS)
+    asked = at_default(merge, OF_ANSWERS)
     if not isinstance(way, str) or way not in ("prefill", "decode"):
         raise UsageError(f'way is {quoted(way)}; give "prefill" or "decode".')
     check_model(lm)
@@ -76,16 +78,9 @@ def score(
     elif not single and len(answers) != len(prompts):
         counts = f"{len(prompts)} prompts and {len(answers)} continuations"
         raise UsageError(f"There are {counts}; give one for each prompt, or one for all.")
-    options = GenerationOptions(
-        policy=policy,
-        storage=storage,
-        chat=chat,
-        memory_limit=memory_limit,
-        max_new_tokens=max(map(len, answers)),
-        logprobs=True,
-    )
+    chosen = dataclasses.replace(asked, max_new_tokens=max(map(len, answers)), logprobs=True)
     samples = len(answers) // len(prompts)
-    request = Request(lm, prompt, options, n=samples, cache=cache, context=context, answers=answers)
+    request = Request(lm, prompt, chosen, n=samples, cache=cache, context=context, answers=answers)
     if way == "prefill" and request.policy.offloads_rounds:
         raise UsageError(
             'Under RoundAttention a continuation is scored token by token, as it is generated; give way="decode".'

@@ -50,7 +50,7 @@ MODULES: dict[str, str] = {
     "kvjax.tables kvjax.compile_cache kvjax.progress kvjax.live_line kvjax.interrupt kvjax.waiting kvjax.figures "
     "kvjax.committed kvjax.held_folder kvjax.array_bytes kvjax.halving",
     "planning": "kvjax.allocation kvjax.memory_needs kvjax.prompts kvjax.device_memory kvjax.chips kvjax.fit",
-    "request": "kvjax.options kvjax.given_caches kvjax.request kvjax.output kvjax.ownership",
+    "request": "kvjax.options kvjax.controls kvjax.given_caches kvjax.request kvjax.output kvjax.ownership",
     "generation": "kvjax.session kvjax.generation kvjax.chat kvjax.history kvjax.context kvjax.scoring "
     "kvjax.policy_check kvjax.warming",
     "public": "kvjax",

@@ -18,14 +18,13 @@ import pytest
 
 import kvjax
 from kvjax import errors
-from kvjax.options import FIELDS, ChatKeywords, GenerationKeywords
+from kvjax.options import FIELDS, ChatKeywords, GenerationKeywords, JobKeywords, ReadKeywords, RequestKeywords
 
 USER = Path(__file__).parent / "typing" / "user.py"
 
 
 def test_keywords_for_type_checkers_are_the_fields():
     assert GenerationKeywords.__annotations__.keys() == FIELDS.keys()
-    assert {*ChatKeywords.__annotations__, "chat"} == FIELDS.keys()
     found = {name: annotation.__forward_arg__ for name, annotation in GenerationKeywords.__annotations__.items()}
     assert found == {name: field.type for name, field in FIELDS.items()}
 
@@ -108,14 +107,21 @@ def test_what_a_prompt_shows_of_caches_has_no_arrays(tiny_model):
     assert repr(shapes).startswith("Cache(rows=1, layers=2, ")
 
 
-#: What some do not take: a conversation is one of messages, and a job's rows have no later turns.
-WITHOUT = {"chat": {"chat"}, "batch": {"reserve_tokens"}}
-
-
-@pytest.mark.parametrize("function", [kvjax.generate, kvjax.stream_generate, kvjax.batch.run, kvjax.Chat])
-def test_help_shows_every_option_with_its_default(function):
+@pytest.mark.parametrize(
+    ("function", "keywords"),
+    [
+        (kvjax.generate, GenerationKeywords),
+        (kvjax.stream_generate, GenerationKeywords),
+        (kvjax.Chat, ChatKeywords),
+        (kvjax.batch.run, JobKeywords),
+        (kvjax.Engine.submit, RequestKeywords),
+        (kvjax.read, ReadKeywords),
+        (kvjax.score, ReadKeywords),
+    ],
+)
+def test_help_shows_every_option_with_its_default(function, keywords):
     parameters = inspect.signature(function).parameters
-    shown = FIELDS.keys() - WITHOUT.get({kvjax.Chat: "chat", kvjax.batch.run: "batch"}.get(function, ""), set())
+    shown = set(keywords.__annotations__)
     assert {name: parameters[name].default for name in shown} == {name: FIELDS[name].default for name in shown}
     assert FIELDS.keys() & parameters.keys() == shown and "keywords" not in parameters
     for name in shown:
@@ -138,6 +144,19 @@ def test_keywords_take_the_place_of_fields(tiny_model):
     assert kvjax.Chat(tiny_model, options, seed=4).send("hello").tokens == both.tokens[:4]
 
 
+def test_one_value_says_how_a_text_is_read_and_how_it_is_answered(tiny_model):
+    """Of reading and scoring, the fields that say how a cache is made."""
+    told = []
+    options = kvjax.GenerationOptions(policy="snapkv:ratio=0.5,window=4", max_new_tokens=3, logprobs=True, stop="zz")
+    cache = kvjax.read(tiny_model, "abcdef " * 9, options, progress=told.append)
+    assert cache.policy == kvjax.policies.parse(options.policy) and "prefill" in {event.stage for event in told}
+    asked = kvjax.generate(tiny_model, "ghi", options, policy=None, cache=cache)
+    assert asked.tokens == kvjax.generate(tiny_model, "ghi", options, context="abcdef " * 9).tokens
+    given = {"cache": cache, "way": "decode"}
+    scored = kvjax.score(tiny_model, "ghi", asked.tokens, options, policy=None, **given, progress=told.append)
+    assert scored.logprobs == asked.logprobs == kvjax.score(tiny_model, "ghi", asked.tokens, **given).logprobs
+
+
 def test_what_is_no_option_is_one_sentence(tiny_model):
     for function in (kvjax.generate, kvjax.stream_generate):
         with pytest.raises(
@@ -152,6 +171,10 @@ def test_what_is_no_option_is_one_sentence(tiny_model):
         kvjax.stream_generate(tiny_model, "hello", n=2)
     with pytest.raises(kvjax.UsageError, match=r"batch\.run takes no 'batchsize'; did you mean 'batch_size'\?"):
         kvjax.batch.run(tiny_model, "in.jsonl", "out", batchsize=2)
+    with pytest.raises(kvjax.UsageError, match=r"read takes no 'onse'; did you mean 'once'\? it takes chat, memory_"):
+        kvjax.read(tiny_model, "hello", onse=True)
+    with pytest.raises(kvjax.UsageError, match=r"score takes no 'temperature'; it takes cache, chat, context, memory_"):
+        kvjax.score(tiny_model, "hello", " you", temperature=1.0)
     with pytest.raises(kvjax.UsageError, match=r"Chat takes no 'sytem'; did you mean 'system'\?"):
         kvjax.Chat(tiny_model, sytem="Be brief.")
     with pytest.raises(kvjax.UsageError, match=r"leave chat=False out"):
@@ -163,10 +186,10 @@ def test_what_is_no_option_is_one_sentence(tiny_model):
 def test_every_option_is_a_flag_with_its_help_and_default():
     from kvjax.cli.main import root_command
 
-    for command in ("generate", "batch", "chat"):
+    for command, keywords in {"generate": GenerationKeywords, "batch": JobKeywords, "chat": ChatKeywords}.items():
         flags = {parameter.name: parameter for parameter in root_command().commands[command].params}
-        assert not WITHOUT.get(command, set()) & flags.keys()
-        for name in FIELDS.keys() - WITHOUT.get(command, set()):
+        assert FIELDS.keys() & flags.keys() == keywords.__annotations__.keys()
+        for name in keywords.__annotations__:
             field = FIELDS[name]
             assert flags[name].help.startswith(field.metadata["help"].removesuffix(".")), name
             assert f"--{name.replace('_', '-')}" in flags[name].opts

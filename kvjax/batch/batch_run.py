@@ -29,7 +29,7 @@ from kvjax.errors import KvjaxError, UsageError, quoted
 from kvjax.files import check_local
 from kvjax.held_folder import held
 from kvjax.interrupt import interruptible
-from kvjax.options import GenerationKeywords, GenerationOptions, merged, shows_options
+from kvjax.options import GenerationOptions, JobKeywords, merged, shows_options
 from kvjax.planning import fitting
 from kvjax.policies import Policy, parse
 from kvjax.policies.best import asked_later, resolve
@@ -83,7 +83,7 @@ def run(
     order: str = "input",
     format: str | None = None,
     shard_rows: int | None = None,
-    **keywords: Unpack[GenerationKeywords],
+    **keywords: Unpack[JobKeywords],
 ) -> Report:
     """Answer every row of a file, into a folder; the same call continues a run that was interrupted or killed.
 

@@ -116,6 +116,11 @@ def check_continuable(asked: str, items: Sequence[Any], *, one: bool = False) ->
         raise UsageError("Caches and conversations of rounds cannot be one batch; continue these one by one instead.")
 
 
+def is_row(item: Any) -> bool:
+    """Whether it is one row that can be continued, and no list."""
+    return isinstance(item, Continuation) and item.batch == 1
+
+
 def is_consumed(item: Continuation) -> bool:
     """Whether its keys and values were donated."""
     return any(leaf.is_deleted() for leaf in keys_and_values(item))

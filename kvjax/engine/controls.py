@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from kvjax.checkpoints.load import LanguageModel
+from kvjax.controls import controls_of
 from kvjax.engine.row import Row
 from kvjax.engine.stops import SharedStopTable
 from kvjax.options import GenerationOptions
-from kvjax.request import known_ids
 from kvjax.runtime.decode import Controls
-from kvjax.runtime.sampling import Sampling, numbers_of
 from kvjax.runtime.stopping import StopTable, padded_ids
 
 #: Of rows of padding, which are greedy.
@@ -42,20 +40,11 @@ class RowControls:
 
     def of(self, rows: Sequence[Row | None]) -> Controls:
         """The controls of any rows; None is a row of padding."""
-        arrays = self._sampling(rows)
+        options = [_DEFAULTS if row is None else row.request.options for row in rows]
+        draws = [(0, 0, 0) if row is None else (row.request.options.seed, row.number, 0) for row in rows]
         ids = padded_ids([() if row is None else row.request.stop_ids for row in rows])
         limit = [0 if row is None else row.most for row in rows]
-        logprobs = any(row is not None and row.request.options.logprobs for row in rows)
         table = self._table
         if table is None or self._stops.changed:
             table = self._table = jax.device_put(self._stops.taken())
-        ends: Any = np.array(limit, np.int32), np.int32(self._lm.config.max_position), np.bool_(logprobs), np.int32(1)
-        sampling, ids, ends = jax.device_put((Sampling(**arrays), ids, ends))
-        return Controls(sampling, StopTable(table, ids), *ends)
-
-    def _sampling(self, rows: Sequence[Row | None]) -> dict[str, Any]:
-        vocabulary = self._lm.config.vocab_size
-        numbers = [numbers_of(_DEFAULTS if row is None else row.request.options, vocabulary) for row in rows]
-        arrays: dict[str, Any] = {name: np.array([own[name] for own in numbers]) for name in numbers[0]}
-        draws = np.array([(0, 0, 0) if row is None else (row.request.options.seed, row.number, 0) for row in rows])
-        return arrays | {"known": np.int32(known_ids(self._lm)), "draws": draws.astype(np.uint32)}
+        return controls_of(self._lm, options, draws, limit, StopTable(table, jax.device_put(ids)))

@@ -24,7 +24,7 @@ from kvjax.engine.handle import Handle, check_timeout
 from kvjax.engine.loop import MOST_STEPS
 from kvjax.engine.row import Row
 from kvjax.errors import KvjaxError, UsageError
-from kvjax.options import FIELDS, GenerationKeywords, GenerationOptions, merged, shows_options
+from kvjax.options import FIELDS, GenerationOptions, RequestKeywords, merged, shows_options
 from kvjax.policies import Policy
 from kvjax.prompts import Prompt
 from kvjax.request import Request
@@ -143,7 +143,7 @@ class Engine:
         cache: Cache | None = None,
         context: str | Sequence[int] | None = None,
         keep_cache: bool = False,
-        **keywords: Unpack[GenerationKeywords],
+        **keywords: Unpack[RequestKeywords],
     ) -> Handle:
         """Queue one prompt and return at once.
 

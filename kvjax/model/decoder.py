@@ -24,6 +24,7 @@ from kvjax.model.experts import ExpertMLP
 from kvjax.model.matmul import matmul, matmul_nt
 from kvjax.model.params import gate_columns, new_param
 from kvjax.model.quantised import Quantised, dequantised
+from pallas_kernels.softmax import capped
 
 #: The least epsilon of a norm: padding of prompts is zeros, and 0 divided by its root must be 0, not no number.
 _LEAST_EPSILON = float(jnp.finfo(jnp.float32).tiny)
@@ -329,7 +330,7 @@ class Decoder(nnx.Module):
         logits = self.exchange.logits(own + self.head_bias[...] if c.head_bias else own)
         if c.logit_scale != 1:
             logits = logits * c.logit_scale
-        return logits if c.logit_soft_cap is None else c.logit_soft_cap * jnp.tanh(logits / c.logit_soft_cap)
+        return capped(logits, c.logit_soft_cap)
 
 
 _Part = TypeVar("_Part", Decoder, DecoderLayer)

@@ -106,8 +106,18 @@ def plan(
     stored, over = parse_storage(storage), own_mesh if mesh is None else parse_mesh(mesh)
     if device is not None and memory_limit is not None:
         raise UsageError("Both device and memory_limit say how much memory there is; give one of them.")
-    sizes = config, chosen, batch, prompt_tokens, max_new_tokens, dtype
-    request = RequestShape(*sizes, None, stored, over, context_tokens, prompt_logprobs)
+    request = RequestShape(
+        config=config,
+        policy=chosen,
+        batch=batch,
+        prompt=prompt_tokens,
+        new=max_new_tokens,
+        dtype=dtype,
+        storage=stored,
+        mesh=over,
+        context=context_tokens,
+        scored=prompt_logprobs,
+    )
     made = (
         _within(request, reserve_tokens, memory_limit)
         if device is None
@@ -199,8 +209,21 @@ def fitting(
     check_value(policy)
     _check_scored(policy, scored)
     check_sizes(policy, config, prompt_bucket(context + tokens), NEW_TOKENS)
-    given = config, policy, rows, tokens, 1, dtype, limit, storage, mesh, context, scored, held_context, once
-    request = RequestShape(*given)
+    request = RequestShape(
+        config=config,
+        policy=policy,
+        batch=rows,
+        prompt=tokens,
+        new=1,
+        dtype=dtype,
+        limit=limit,
+        storage=storage,
+        mesh=mesh,
+        context=context,
+        scored=scored,
+        held_context=held_context,
+        once=once,
+    )
     sizes = request.sizes(reserve, held, exact=exact)
     for size in sizes:
         # What a later question selects is not known yet: rows of padding are added where even all of it would fit.

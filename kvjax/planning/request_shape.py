@@ -32,7 +32,7 @@ from kvjax.runtime.token_logprobs import scoring_bytes
 from kvjax.sharding.mesh import Mesh
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestShape:
     """A request as far as its bytes depend on it.
 
@@ -52,7 +52,7 @@ class RequestShape:
     prompt: int
     new: int
     dtype: Any
-    limit: int | None
+    limit: int | None = None
     storage: Storage = MODEL
     mesh: Mesh | None = None
     context: int = 0

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from kvjax.checks import number, true_or_false, whole_number  # noqa: F401
     from kvjax.policies.base import *  # noqa: F403
     from kvjax.policies.evicting import Evicting  # noqa: F401
+    from kvjax.policies.inner import Rescoring  # noqa: F401
     from kvjax.policies.names import *  # noqa: F403
     from kvjax.policies.option_checks import one_of, only_one  # noqa: F401
     from kvjax.policies.parsing import format_policy, parse, register, registry  # noqa: F401
     from kvjax.policies.signals import Repetition  # noqa: F401
-    from kvjax.policies.sized import Selecting, Sized  # noqa: F401
+    from kvjax.policies.sized import Scoring, Selecting, Sized  # noqa: F401
 
 # Names are imported when first used, so that reading the table of names loads no JAX.
 _MODULES = {
@@ -29,15 +30,16 @@ _MODULES = {
     "kvjax.cache.packing": ("store",),
     "kvjax.checks": ("number", "true_or_false", "whole_number"),
     "kvjax.policies.base": (
-        *("Candidates", "HostOrTraced", "Policy", "PromptChunk", "Selection", "Signals", "Step"),
+        *("Candidates", "HostOrTraced", "Policy", "PromptChunk", "Selection", "Signals", "Step", "Weighed"),
         *("append_new", "floor_fraction", "gather_candidates", "keep_all", "keep_where"),
         *("numpy_or_jax", "per_head", "selection", "top_mask"),
     ),
     "kvjax.policies.option_checks": ("one_of", "only_one"),
     "kvjax.policies.evicting": ("Evicting",),
+    "kvjax.policies.inner": ("Rescoring",),
     "kvjax.policies.parsing": ("format_policy", "parse", "register", "registry"),
     "kvjax.policies.signals": ("Repetition",),
-    "kvjax.policies.sized": ("Selecting", "Sized"),
+    "kvjax.policies.sized": ("Scoring", "Selecting", "Sized"),
 }
 _HOMES = CLASSES | {name: module for module, names in _MODULES.items() for name in names}
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -73,7 +73,7 @@ from kvjax.policies.candidates import (
     selection,
     top_mask,
 )
-from kvjax.policies.composition import Composable, is_own, shares
+from kvjax.policies.composition import Composable, is_own
 from kvjax.policies.signals import Signals
 from kvjax.policies.token_counts import HostOrTraced, floor_fraction, numpy_or_jax, per_head
 from kvjax.policies.traced_checks import check_selection, check_state
@@ -94,9 +94,7 @@ __all__ = [
     "keep_where",
     "numpy_or_jax",
     "per_head",
-    "policy_marks",
     "selection",
-    "shares",
     "top_mask",
 ]
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.model.alibi import slopes
 from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.model.rope import Angles, angles_of_layers, apply_rope
-from pallas_kernels.softmax import NEG
+from pallas_kernels.softmax import NEG, capped
 
 #: Texts beyond so many tokens have a layer computed again in the backward pass, in place of storing what it computed.
 _STORED = 512
@@ -63,9 +63,7 @@ def _layer(
     c, place = layer.config, jnp.arange(x.shape[1])
     q, k, v = layer.project(x)
     q, k, v = (a.astype(jnp.float32) for a in (apply_rope(q, rope), apply_rope(k, rope), v))
-    logits = jnp.einsum("bqhgd,bkhd->bhgqk", q, k) * c.attention_scale
-    if c.attention_soft_cap is not None:
-        logits = c.attention_soft_cap * jnp.tanh(logits / c.attention_soft_cap)
+    logits = capped(jnp.einsum("bqhgd,bkhd->bhgqk", q, k) * c.attention_scale, c.attention_soft_cap)
     back = place[:, None] - place
     if c.positional == "alibi":
         logits = logits - jnp.asarray(slopes(c))[:, :, None, None] * back

@@ -16,7 +16,8 @@ from kvjax.cache.host_memory import as_numpy
 from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
-from kvjax.policies.base import Policy, shares
+from kvjax.policies.base import Policy
+from kvjax.policies.composition import shares
 from kvjax.runtime.by_layers import compiles_faster_by_layers, program_names, reading_by_layers
 from kvjax.runtime.choosing_by_layers import choosing_by_layers
 from kvjax.runtime.programs import ONE_DEVICE, Programs

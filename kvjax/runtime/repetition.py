@@ -18,7 +18,7 @@ from kvjax.policies.signals import Repetition
 from kvjax.runtime.layer_observer import LayerObserver
 from pallas_kernels.attention_mass import log_sum_exp
 from pallas_kernels.rows import Bias, Rows
-from pallas_kernels.softmax import merge_log
+from pallas_kernels.softmax import capped, merge_log
 
 #: A place that is no token's: of the words of a request.
 _NOWHERE = np.iinfo(np.int32).min // 2
@@ -172,8 +172,7 @@ def attention_peak(
     def block(i: Int[Array, ""], best: Float[Array, "B H S"]) -> Float[Array, "B H S"]:
         k, _, visible, linear = rows.block_of(i, bias)
         score = jnp.einsum("bhgnd,bhsd->bhgns", *(x.astype(jnp.float32) for x in (q, k)), precision=exact) * scale
-        if soft_cap is not None:
-            score = soft_cap * jnp.tanh(score / soft_cap)
+        score = capped(score, soft_cap)
         if linear is not None:
             score = score + linear.reshape(-1, *score.shape[1:])
         weight = jnp.where(visible[:, :, None], jnp.exp(jnp.minimum(score - lse[..., None], 0.0)), 0.0).max(axis=(2, 3))

@@ -29,7 +29,7 @@ from kvjax.policies.signals import Mass, PromptSignals, QueryStats, Signals, fir
 from kvjax.runtime.layer_observer import LayerObserver
 from pallas_kernels.attention_mass import Masses, attention_mass, log_sum_exp
 from pallas_kernels.rows import Rows
-from pallas_kernels.softmax import NEG, merge_log
+from pallas_kernels.softmax import NEG, capped, merge_log
 
 #: What is taken before a layer runs: window queries with their places and weights, non-causal mass [B, H, G, T], what a
 #: linear function gives [B, H, T], and mean squares [B, H, G, D].
@@ -264,8 +264,7 @@ def noncausal_mass(
         raw_q, raw_k, _ = layer.project(xc)
         q, k = (apply_rope(a, here).astype(jnp.float32) for a in (raw_q, raw_k))
         logits = jnp.einsum("bqhgd,bkhd->bhgqk", q, k, precision=exact) * scale
-        if config.attention_soft_cap is not None:
-            logits = config.attention_soft_cap * jnp.tanh(logits / config.attention_soft_cap)
+        logits = capped(logits, config.attention_soft_cap)
         real = place < end[:, None]
         weight = jax.nn.softmax(jnp.where(real[:, None, None, None], logits, NEG), axis=-1)
         lacking = (size - real.sum(axis=1))[:, None, None, None] / size

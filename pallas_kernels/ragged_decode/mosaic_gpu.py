@@ -28,7 +28,7 @@ from pallas_kernels.pages import Stacked
 from pallas_kernels.ragged_decode import split
 from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
 from pallas_kernels.ragged_decode.split import Split
-from pallas_kernels.softmax import NEG
+from pallas_kernels.softmax import NEG, capped
 
 try:
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -387,10 +387,7 @@ class _Item:
 
     def _scores(self, raw: Array, scale: float, column: Array) -> Array:
         """Scaled and capped scores, with the bias of the first slot's mass."""
-        s = raw * jnp.float32(scale)
-        cap = self.static.soft_cap
-        if cap is not None:
-            s = jnp.float32(cap) * jnp.tanh(s * jnp.float32(1 / cap))
+        s = capped(raw * jnp.float32(scale), self.static.soft_cap)
         if hasattr(self.at, "log_mass"):
             s = jnp.where(column + self.first_slot == 0, s + self.at.log_mass[self.row, self.head], s)
         return s

@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from pallas_kernels.ragged_decode.tpu_refs import LANES, Refs, Static
 from pallas_kernels.ragged_decode.worklist import FIRST, ZERO
-from pallas_kernels.softmax import NEG
+from pallas_kernels.softmax import NEG, capped
 from pallas_kernels.tpu.bfloat16_parts import dot, product, stacked_parts
 
 
@@ -107,9 +107,7 @@ class Stages:
             bias = mass if bias is None else bias + mass
 
         def scored(scale: float) -> Array:
-            x = raw * jnp.float32(scale)
-            if s.soft_cap is not None:
-                x = jnp.float32(s.soft_cap) * jnp.tanh(x * jnp.float32(1 / s.soft_cap))
+            x = capped(raw * jnp.float32(scale), s.soft_cap)
             x = x if bias is None else x + bias
             return jnp.where(visible, x, jnp.float32(NEG))
 

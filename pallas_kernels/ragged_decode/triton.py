@@ -24,7 +24,7 @@ from pallas_kernels.pages import Columns, Lanes, Stacked
 from pallas_kernels.ragged_decode import split
 from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
 from pallas_kernels.ragged_decode.split import Split
-from pallas_kernels.softmax import NEG
+from pallas_kernels.softmax import NEG, capped
 
 try:
     from jax.experimental.pallas import triton as plt
@@ -330,10 +330,7 @@ class _Item:
 
     def _scores(self, raw: Array, scale: float, slot: Array, distance: Array | None) -> Array:
         """Scaled and capped scores, with the biases of positions and of the first slot's mass."""
-        s = raw * jnp.float32(scale)
-        cap = self.static.soft_cap
-        if cap is not None:
-            s = jnp.float32(cap) * jnp.tanh(s * jnp.float32(1 / cap))
+        s = capped(raw * jnp.float32(scale), self.static.soft_cap)
         if self.slopes is not None and distance is not None:
             s = s + self.slopes[:, None] * distance.astype(jnp.float32)[None, :]
         if self.mass_bias is not None:

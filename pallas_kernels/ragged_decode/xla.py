@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.pages import Columns
 from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
-from pallas_kernels.softmax import NEG, merge
+from pallas_kernels.softmax import NEG, capped, merge
 
 
 def decode(p: Problem, *, config: None = None) -> Decoded:
@@ -100,8 +100,7 @@ def _bias(p: Problem) -> Float[Array, "B P #G R"] | None:
 
 
 def _masked(p: Problem, scores: Array, bias: Array | None, visible: Array) -> Float[Array, "B P G R"]:
-    if p.soft_cap is not None:
-        scores = p.soft_cap * jnp.tanh(scores / p.soft_cap)
+    scores = capped(scores, p.soft_cap)
     if bias is not None:
         scores = scores + bias
     return jnp.where(visible[:, :, None], scores, NEG)

@@ -105,6 +105,15 @@ def test_type_checkers_know_the_classes_of_the_table():
         assert name in policies.__all__ and name in kvjax.__all__
 
 
+def test_type_checkers_know_what_a_policy_of_ones_own_imports_and_nothing_else():
+    imports = [node for node in ast.walk(ast.parse(inspect.getsource(policies))) if isinstance(node, ast.ImportFrom)]
+    known = {alias.name for node in imports for alias in node.names} - {"*", "annotations", "CLASSES"}
+    typing = {"TYPE_CHECKING", "Any"}
+    assert known - typing | set(policies.base.__all__) | names.CLASSES.keys() == set(policies.__all__)
+    for name in policies.__all__:
+        assert getattr(policies, name) is not None
+
+
 def test_a_long_list_of_names_ends_at_a_whole_one():
     with pytest.raises(UsageError) as error:
         policies.parse("h3o")

@@ -27,6 +27,9 @@ def user(lm: kvjax.LanguageModel, ids: list[int], messages: list[dict[str, str]]
     reveal_type(kvjax.generate(lm, [ids, ids], cache=caches, options=options))  # list[Output]
     reveal_type([piece.text for piece in kvjax.stream_generate(lm, "text", max_new_tokens=4)])  # list[str]
     reveal_type(kvjax.Chat(lm, options, system="Be brief.", logprobs=True).send("Hi"))  # Output
+    reveal_type(kvjax.score(lm, "text", " more", options, policy="full"))  # Any
+    kvjax.generate(lm, "text", cache=kvjax.read(lm, "text", options, once=True, progress=False))
+    kvjax.batch.run(lm, "in.jsonl", "out", options, policy="full", progress=False)
     reveal_type(kvjax.Full())  # Full
 
 
@@ -35,3 +38,7 @@ def mistaken(lm: kvjax.LanguageModel):
     kvjax.generate(lm, "text", tempratur=1.0)  # refused
     kvjax.stream_generate(lm, "text", n=2)  # refused
     kvjax.Chat(lm, chat=False)  # refused
+    kvjax.read(lm, "text", temperature=0.5)  # refused
+    kvjax.score(lm, "text", " more", max_new_tokens=3)  # refused
+    kvjax.batch.run(lm, "in.jsonl", "out", reserve_tokens=3)  # refused
+    kvjax.Engine(lm).submit("text", policy="full")  # refused

@@ -8,12 +8,13 @@ from typing import Any
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError, quoted
 from kvjax.eval.harness.arguments import Settings
-from kvjax.options import GenerationOptions
+from kvjax.options import DRAWN, GenerationOptions
 
 #: Names of the same number, the first that is given counts.
 _MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+#: What the harness itself generates at most where a task does not say.
 _DEFAULT_TOKENS = 256
-_SAMPLING = ("top_k", "top_p", "min_p", "repetition_penalty")
+_SAMPLING = (*DRAWN, "repetition_penalty")
 #: What others' generation can do, where it asks for nothing.
 _NOTHING = {"num_beams": 1, "num_return_sequences": 1, "length_penalty": 1.0, "early_stopping": False}
 
