@@ -36,7 +36,7 @@ def decode_attention(
     with_logits: bool = False,
     first_row: Int[Array, ""] | None = None,
     shared: SharedLayer | None = None,
-    sinks: Float[Array, "B H G"] | None = None,
+    sink_logits: Float[Array, "B H G"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B H G D"], Any]:
     """One query token a row against the valid slots of its heads.
@@ -47,7 +47,7 @@ def decode_attention(
       shared: for each of its pools one that all rows attend to as well, or None.
       scale: multiplies q.k (1 / sqrt(D)). soft_cap: bounds that, before any bias.
       slopes: ALiBi's, of each query head; then every slot's mark "position" counts, and the queries' ``position``.
-      sinks: one more logit of each query head's softmax, which brings no value.
+      sink_logits: one more logit of each query head's softmax, which brings no value.
       with_logits: also return the scaled scores by page, ALiBi's bias in them, ``NEG`` where a slot is not valid;
         policies that evict by the new query's attention read them.
       first_row: given where the queries, ``position`` and results are those of some rows of the layer, from this one.
@@ -69,14 +69,14 @@ def decode_attention(
     contexts = (None,) * len(parts(layer)) if shared is None else shared
     if not isinstance(layer, HeadGroups):
         done = attend(q, layer, slopes, contexts[0])
-        return done.out if sinks is None else with_sink(done.out, done.lse, sinks)[0], done.logits
+        return done.out if sink_logits is None else with_sink(done.out, done.lse, sink_logits)[0], done.logits
     groups = zip(layer.split(q), layer.groups, layer.heads, contexts, strict=True)
     outputs = [
         attend(x, pool, None if slopes is None else slopes[np.asarray(heads)], one) for x, pool, heads, one in groups
     ]
     out = layer.join([part.out for part in outputs])
-    if sinks is not None:
-        out, _ = with_sink(out, layer.join([part.lse for part in outputs]), sinks)
+    if sink_logits is not None:
+        out, _ = with_sink(out, layer.join([part.lse for part in outputs]), sink_logits)
     return out, tuple(part.logits for part in outputs) if with_logits else None
 
 

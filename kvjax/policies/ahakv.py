@@ -123,7 +123,7 @@ class AhaKV(Evicting):
             # Step gain is for the product of query and key; the bias is what it is, as in the prompt's masses.
             bias = slot_bias(cache, slopes(step.config), step.position)
             logits, gain = gain[:, None, None, None] * (logits - bias) + bias, None
-        return attention_weights(cache, logits, gain, step.sinks).sum(axis=2)
+        return attention_weights(cache, logits, gain, step.sink_logits).sum(axis=2)
 
 
 def value_prior(candidates: Candidates, kernel: int) -> Float[Array, "B H N"]:

@@ -115,18 +115,18 @@ class Step:
       position: [B] position of the new token (tokens seen before it).
       active: [B] rows that are still generating; the others must not change by a bit.
       config: the model, static.
-      sinks: [B, H, G] logits that the layer's softmaxes have beside those of the slots, or None.
+      sink_logits: [B, H, G] logits that the layer's softmaxes have beside those of the slots, or None.
     """
 
     position: Int[Array, " B"]
     active: Bool[Array, " B"]
     config: ModelConfig = dataclasses.field(metadata={"static": True})
-    sinks: Float[Array, "B H G"] | None = None
+    sink_logits: Float[Array, "B H G"] | None = None
 
     def of_heads(self, heads: tuple[int, ...], config: ModelConfig) -> Step:
         """The step as some of the KV heads see it, with the model as they do."""
-        sinks = None if self.sinks is None else self.sinks[:, np.asarray(heads)]
-        return dataclasses.replace(self, config=config, sinks=sinks)
+        sink_logits = None if self.sink_logits is None else self.sink_logits[:, np.asarray(heads)]
+        return dataclasses.replace(self, config=config, sink_logits=sink_logits)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -186,29 +186,29 @@ def attention_weights(
     cache: LayerCache,
     logits: Float[Array, "B P G R"],
     gain: Float[Array, " B"] | None = None,
-    sinks: Float[Array, "B H G"] | None = None,
+    sink_logits: Float[Array, "B H G"] | None = None,
 ) -> Float[Array, "B P G R"]:
     """A step's attention over the slots of each head, softmax(gain x logits); 0 where a slot holds nothing.
 
-    ``sinks`` are logits of the same softmaxes that belong to no slot; what they take the slots' weights lack, as in the
-    model's own attention.
+    ``sink_logits`` are logits of the same softmaxes that belong to no slot; what they take the slots' weights lack, as
+    in the model's own attention.
 
     On a CPU written as :func:`kvjax.cache.attention.decode_attention` writes it, so that XLA computes the common part
     once; elsewhere so that nothing of the logits' size is made beside them.
     """
     if cache.row_starts is not None:
-        return _weights_by_row(cache, logits, gain, sinks)
+        return _weights_by_row(cache, logits, gain, sink_logits)
     if not cache.uniform:
         by = by_head(cache, logits)
         held = (jnp.arange(by.shape[-1]) < cache.length[..., None])[:, :, None]
         peak = jnp.where(held, by, -jnp.inf).max(axis=-1, keepdims=True)
         factor = 1 if gain is None else gain[:, None, None, None]
-        peak, sink = _with_sinks(peak, None if sinks is None else sinks[..., None], factor)
+        peak, sink = _with_sinks(peak, None if sink_logits is None else sink_logits[..., None], factor)
         weight = jnp.where(held, jnp.exp((by - peak) * factor), 0.0)
         return by_page(cache, weight / (weight.sum(axis=-1, keepdims=True) + sink))
     by = logits.reshape(logits.shape[0], len(cache.pages), cache.pages[0], *logits.shape[2:])
     factor = 1 if gain is None else gain[:, None, None, None, None]
-    own = None if sinks is None else sinks[:, :, None, :, None]
+    own = None if sink_logits is None else sink_logits[:, :, None, :, None]
     peak, sink = _with_sinks(by.max(axis=(2, 4), keepdims=True), own, factor)
     by = by - peak if gain is None else (by - peak) * factor
     weight = jnp.exp(by)
@@ -219,7 +219,7 @@ def attention_weights(
 
 
 def _weights_by_row(
-    cache: LayerCache, logits: Float[Array, "B P G R"], gain: Float[Array, " B"] | None, sinks: Array | None
+    cache: LayerCache, logits: Float[Array, "B P G R"], gain: Float[Array, " B"] | None, sink_logits: Array | None
 ) -> Float[Array, "B P G R"]:
     """:func:`attention_weights` where each row has its own runs: slots stay where they are, and pages find their heads.
 
@@ -229,7 +229,7 @@ def _weights_by_row(
     heads, held = len(cache.pages), (slot < runs.of_owner(cache.length, owner)[..., None])[:, :, None]
     factor = 1 if gain is None else gain[:, None, None, None]
     peak = runs.reduced(jnp.where(held, logits, -jnp.inf).max(axis=3), owner, heads, jnp.max, -jnp.inf)
-    peak, sink = _with_sinks(peak, sinks, 1 if gain is None else gain[:, None, None])
+    peak, sink = _with_sinks(peak, sink_logits, 1 if gain is None else gain[:, None, None])
     weight = jnp.where(held, jnp.exp((logits - runs.of_owner(peak, owner)[..., None]) * factor), 0.0)
     mass = runs.reduced(weight.sum(axis=3), owner, heads, jnp.sum, 0.0) + sink
     return weight / runs.of_owner(mass, owner)[..., None]
@@ -242,12 +242,12 @@ def _slots_by_row(cache: LayerCache) -> tuple[Int[Array, "B P"], Int[Array, "B P
     return owner, nth[..., None] * cache.page_size + jnp.arange(cache.page_size, dtype=jnp.int32)
 
 
-def _with_sinks(peak: Array, sinks: Array | None, factor: Array | int) -> tuple[Array, Array | int]:
-    """The largest logit of each softmax, sinks included, and what these add to the sum of its exponentials."""
-    if sinks is None:
+def _with_sinks(peak: Array, sink_logits: Array | None, factor: Array | int) -> tuple[Array, Array | int]:
+    """The largest logit of each softmax, sink_logits included, and what these add to the sum of its exponentials."""
+    if sink_logits is None:
         return peak, 0
-    peak = jnp.maximum(peak, sinks)
-    return peak, jnp.exp((sinks - peak) * factor)
+    peak = jnp.maximum(peak, sink_logits)
+    return peak, jnp.exp((sink_logits - peak) * factor)
 
 
 def lowest_slot(cache: LayerCache, score: Float[Array, "B P R"], among: Bool[Array, "B P R"]) -> Int[Array, "B H"]:

@@ -67,4 +67,4 @@ class H2O(Evicting):
         return scores, scores
 
     def gains(self, cache: LayerCache, logits: Float[Array, "B P G R"], step: Step) -> Float[Array, "B P R"]:
-        return attention_weights(cache, logits, sinks=step.sinks).sum(axis=2)
+        return attention_weights(cache, logits, sink_logits=step.sink_logits).sum(axis=2)

@@ -45,7 +45,7 @@ class TOVA(Evicting):
 
     def rank(self, cache: LayerCache, logits: Float[Array, "B P G R"], step: Step) -> Float[Array, "B P R"]:
         heads = len(cache.pages)
-        weights = attention_weights(cache, logits, sinks=step.sinks)
+        weights = attention_weights(cache, logits, sink_logits=step.sink_logits)
         # Every head made the same choices so far, so a slot holds the same token in all of them.
         by_slot = weights.reshape(weights.shape[0], heads, -1, *weights.shape[2:]).mean(axis=(1, 3))
         return jnp.tile(cache.sharding.mean_over_heads(by_slot), (1, heads, 1))

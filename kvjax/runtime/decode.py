@@ -135,9 +135,9 @@ def _layer_step(
 ) -> tuple[Float[Array, "B M"], Layer]:
     """One layer of :func:`forward_step`: what the next layer reads, and the layer's cache with the token in."""
     own = layer.config  # the model's, or of the heads that this device has of the layer
-    sinks = layer.sink_logits
-    sinks = None if sinks is None else jnp.broadcast_to(sinks, (x.shape[0], *sinks.shape))
-    step = Step(position, active, config=own, sinks=sinks)
+    sink_logits = layer.sink_logits
+    sink_logits = None if sink_logits is None else jnp.broadcast_to(sink_logits, (x.shape[0], *sink_logits.shape))
+    step = Step(position, active, config=own, sink_logits=sink_logits)
     q, k, v = layer.project(x)
     before, kept = kept, policy.append(index, kept, apply_rope(k, rope), v, step)
     check_arrays(policy, "append", before, kept)

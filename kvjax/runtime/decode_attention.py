@@ -79,7 +79,7 @@ def _attend_rows(
         with_logits=policy.signals.decode_logits,
         first_row=first,
         shared=shared,
-        sinks=step.sinks,
+        sink_logits=step.sink_logits,
         **numbers,
     )
     if logits is not None:

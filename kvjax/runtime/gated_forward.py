@@ -79,14 +79,14 @@ def _layer(
 def _attended(
     logits: Float[Array, "B H G T T"],
     v: Float[Array, "B T H D"],
-    sinks: Float[Array, "H G"] | None,
+    sink_logits: Float[Array, "H G"] | None,
     seen: Bool[Array, "T T"],
 ) -> Float[Array, "B T H G D"]:
     """Attention of queries to the keys that they see."""
     logits = jnp.where(seen, logits, NEG)
-    if sinks is None:
+    if sink_logits is None:
         weight = jax.nn.softmax(logits, axis=-1)
     else:
-        beside = jnp.broadcast_to(sinks[:, :, None, None], (*logits.shape[:-1], 1))
+        beside = jnp.broadcast_to(sink_logits[:, :, None, None], (*logits.shape[:-1], 1))
         weight = jax.nn.softmax(jnp.concatenate([logits, beside], axis=-1), axis=-1)[..., :-1]
     return jnp.einsum("bhgqk,bkhd->bqhgd", weight, v)

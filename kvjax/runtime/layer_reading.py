@@ -44,7 +44,7 @@ def read_layer(
     tokens, rows = x.shape[1], len(x) if rows is None else rows
     heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
     block = block_of(tokens)
-    scale, sinks = config.attention_scale, layer.sink_logits
+    scale, sink_logits = config.attention_scale, layer.sink_logits
     taken = None if collector is None else collector.before_layer(layer, *_of_rows((x, rope), first, rows))
 
     def body(i: Int[Array, ""], carry: tuple[Array, Array, Array, Any]) -> tuple[Any, ...]:
@@ -67,8 +67,8 @@ def read_layer(
         where |= {"scale": scale, "window": config.window, "soft_cap": config.attention_soft_cap}
         found = prefill(q, k, v, kept=kept, bias=linear, **where, **context)
         out, lse = found.out, found.lse
-        if sinks is not None:
-            out, lse = with_sink(out, lse, sinks[..., None])
+        if sink_logits is not None:
+            out, lse = with_sink(out, lse, sink_logits[..., None])
         if collector is not None and partial is not None:
             partial = collector.after_block(partial, raw, q, lse, k, kept, i)
         attended = out.transpose(0, 3, 1, 2, 4)

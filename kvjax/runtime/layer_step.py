@@ -71,11 +71,11 @@ def read_one(
         kept = kept_rows(old, keys_of(x.shape[1]), seen if own.positional == "alibi" else None)
     asked = None
     if collector is not None and own.window is None:  # policies choose the tokens of global layers alone
-        sinks = layer.sink_logits
-        if sinks is not None:
-            sinks = jnp.broadcast_to(sinks, (len(seen), *sinks.shape))
+        sink_logits = layer.sink_logits
+        if sink_logits is not None:
+            sink_logits = jnp.broadcast_to(sink_logits, (len(seen), *sink_logits.shape))
         asking = (policy, index) if policy.signals.hidden else None
-        asked = dataclasses.replace(collector, config=own, sinks=sinks, asking=asking)
+        asked = dataclasses.replace(collector, config=own, sink_logits=sink_logits, asking=asking)
     before = shared_before(shared, old, x.shape[1], seen, own.positional == "alibi")
     x, k, v, signals = read_rows(layer, x, angles, kept, work, zero, asked, before)
     if policy.signals.outputs and own.window is None:

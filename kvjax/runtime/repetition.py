@@ -89,10 +89,10 @@ class Passes:
         k = jnp.take_along_axis(held.k, source[..., None], axis=2)
         place = None if held.place is None else jnp.take_along_axis(held.place, source, axis=2)
         rows = Rows(k, k, sink + chunk[:, None], None, place, block)
-        sinks = layer.sink_logits
-        if sinks is not None:
-            sinks = jnp.broadcast_to(sinks, (len(chunk), *sinks.shape))
-        return RepetitionCollector(layer.config, self.size, rows, sink, fed, chunk, sinks)
+        sink_logits = layer.sink_logits
+        if sink_logits is not None:
+            sink_logits = jnp.broadcast_to(sink_logits, (len(chunk), *sink_logits.shape))
+        return RepetitionCollector(layer.config, self.size, rows, sink, fed, chunk, sink_logits)
 
 
 @jax.tree_util.register_dataclass
@@ -106,7 +106,7 @@ class RepetitionCollector(LayerObserver):
     Attributes:
       rows: keys of the first tokens, then of the chunk. sink: how many of each head's are not the chunk's.
       size: of the longest chunk. count: tokens of each row that are fed. chunk: of which are repeated.
-      sinks: logits of the softmaxes that belong to no key, or None.
+      sink_logits: logits of the softmaxes that belong to no key, or None.
     """
 
     config: ModelConfig = dataclasses.field(metadata={"static": True})
@@ -115,7 +115,7 @@ class RepetitionCollector(LayerObserver):
     sink: Int[Array, "B H"]
     count: Int[Array, " B"]
     chunk: Int[Array, " B"]
-    sinks: Float[Array, "B H G"] | None = None
+    sink_logits: Float[Array, "B H G"] | None = None
 
     def start(self, kept: Rows | None, tokens: int) -> Float[Array, "B H S"]:
         """No query yet."""
@@ -137,8 +137,8 @@ class RepetitionCollector(LayerObserver):
         bias = query_bias(c, jnp.tile(token, c.group_size)[None])
         scored: dict[str, Any] = {"scale": c.attention_scale, "soft_cap": c.attention_soft_cap, "bias": bias}
         lse = log_sum_exp(q, k, offset=index * block, kept=self.rows, block=keys_of(block), **scored)
-        if self.sinks is not None:
-            lse = merge_log(lse, self.sinks[..., None])
+        if self.sink_logits is not None:
+            lse = merge_log(lse, self.sink_logits[..., None])
         lse = jnp.where((token < self.count[:, None])[:, None, None], lse, jnp.inf)  # padding gives nothing
         return attention_peak(q, lse, self.rows, onto=partial, **scored)
 

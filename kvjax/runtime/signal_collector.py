@@ -60,7 +60,7 @@ class SignalCollector(LayerObserver):
       count: [B] new tokens of each row; seen: [B] tokens before them.
       first: [B] the first new token in the window. window_rows: tokens in the longest window, static.
       scale: [B] of the window's softmax.
-      sinks: [B, H, G] of the layer's softmaxes, or None; rows that are read in turns take their own.
+      sink_logits: [B, H, G] of the layer's softmaxes, or None; rows that are read in turns take their own.
       asking: the policy that asks, and the layer's number as it counts, static; for ``hidden``.
     """
 
@@ -71,7 +71,7 @@ class SignalCollector(LayerObserver):
     first: Int[Array, " B"]
     scale: Float[Array, " B"]
     window_rows: int = dataclasses.field(metadata={"static": True})
-    sinks: Float[Array, "B H G"] | None = None
+    sink_logits: Float[Array, "B H G"] | None = None
     asking: tuple[Policy, int] | None = dataclasses.field(default=None, metadata={"static": True})
 
     def before_layer(self, layer: DecoderLayer, x: Float[Array, "B T M"], rope: Angles) -> Taken:
@@ -166,10 +166,10 @@ class SignalCollector(LayerObserver):
     def _normaliser(self, q: Array, k: Array, where: dict[str, Any]) -> Float[Array, "B H G N"]:
         """Log-sum-exp of each query's logits, its head's sink among them, in the softmax of the window's scale."""
         lse = log_sum_exp(q, k, **where)
-        if self.sinks is None:
+        if self.sink_logits is None:
             return lse
         scaled = (self.scale / self.config.attention_scale)[:, None, None, None]
-        return merge_log(lse, self.sinks[..., None] * scaled)
+        return merge_log(lse, self.sink_logits[..., None] * scaled)
 
     def _where(
         self, offset: Int[Array, "*B"], queries: int, kept: Rows | None, scale: Array | None, tokens: int
