@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from pallas_kernels.rows import Rows
+from pallas_kernels.kept_tokens import KeptTokens
 
 FLOAT, INTEGER = "a float", "an integer"
 #: The most that lengths and positions, which are int32, can count.
@@ -109,14 +109,17 @@ def block(requested: int | None, tokens: int, most: int) -> int:
     return requested
 
 
-def rows(kept: Rows | None, batch: int, heads: int, dim: int) -> None:
-    """Raise ``ValueError`` where kept rows do not fit the batch, heads and head size, or one another."""
+def kept_tokens(kept: KeptTokens | None, batch: int, heads: int, dim: int) -> None:
+    """Raise ``ValueError`` where kept tokens do not fit the batch, heads and head size, or one another."""
     if kept is None:
         return
     array("kept.k", kept.k, (batch, heads, None, dim), FLOAT)
     slots = kept.k.shape[2]
     arrays(FLOAT, **{"kept.v": (kept.v, kept.k.shape), "kept.log_mass": (kept.log_mass, (batch, heads))})
-    arrays(INTEGER, **{"kept.length": (kept.length, (batch, heads)), "kept.place": (kept.place, (batch, heads, slots))})
+    arrays(
+        INTEGER,
+        **{"kept.length": (kept.length, (batch, heads)), "kept.position": (kept.position, (batch, heads, slots))},
+    )
     if kept.block < 1 or slots % kept.block:
         raise ValueError(f"kept.block is {kept.block}; give a divisor of its {slots} rows.")
 

@@ -65,19 +65,19 @@ class Columns:
         return self.k.dtype
 
     @property
-    def row_nbytes(self) -> int:
+    def slot_nbytes(self) -> int:
         """Bytes of one slot of one head, padding included."""
         return self.k.shape[2] * self.k.dtype.itemsize + self.v.shape[3] * self.v.dtype.itemsize
 
-    def key_rows(self) -> Array:
+    def keys(self) -> Array:
         """[B, P, R, K] keys as rows; a view that XLA fuses where it can."""
         return self.k.swapaxes(-1, -2)
 
-    def value_rows(self) -> Array:
+    def values(self) -> Array:
         """[B, P, R, D] values as rows."""
         return self.v
 
-    def rows_at(self, where: Any) -> tuple[Array, Array]:
+    def at_pages(self, where: Any) -> tuple[Array, Array]:
         """Keys [..., R, K] and values [..., R, D] of some pages, ``where`` an index of [B, P].
 
         They are gathered first and transposed afterwards, so that no copy of the whole pool is made.
@@ -139,7 +139,7 @@ class Stacked:
         return self.kv.dtype
 
     @property
-    def row_nbytes(self) -> int:
+    def slot_nbytes(self) -> int:
         """Bytes of one slot of one head, padding included."""
         return 2 * self.kv.shape[4] * self.kv.dtype.itemsize
 
@@ -156,15 +156,15 @@ class Stacked:
         fill = self.kv.shape[4] - x.shape[-1]
         return jnp.pad(x.astype(self.dtype), ((0, 0),) * (x.ndim - 1) + ((0, fill),))
 
-    def key_rows(self) -> Array:
+    def keys(self) -> Array:
         """[B, P, R, D] keys as rows."""
         return self.kv[:, :, 0, :, : self.head_dim]
 
-    def value_rows(self) -> Array:
+    def values(self) -> Array:
         """[B, P, R, D] values as rows."""
         return self.kv[:, :, 1, :, : self.head_dim]
 
-    def rows_at(self, where: Any) -> tuple[Array, Array]:
+    def at_pages(self, where: Any) -> tuple[Array, Array]:
         """Keys and values [..., R, D] of some pages, ``where`` an index of [B, P]."""
         pages = self.kv[where][..., : self.head_dim]
         return pages[..., 0, :, :], pages[..., 1, :, :]
@@ -253,19 +253,19 @@ class Lanes:
         return self.kv.dtype
 
     @property
-    def row_nbytes(self) -> int:
+    def slot_nbytes(self) -> int:
         """Bytes of one slot of one head, padding included."""
         return self.kv.shape[3] * self.kv.dtype.itemsize
 
-    def key_rows(self) -> Array:
+    def keys(self) -> Array:
         """[B, P, R, K] keys as rows."""
         return self.kv[..., : self.key_dim]
 
-    def value_rows(self) -> Array:
+    def values(self) -> Array:
         """[B, P, R, D] values as rows."""
         return self.kv[..., self._values]
 
-    def rows_at(self, where: Any) -> tuple[Array, Array]:
+    def at_pages(self, where: Any) -> tuple[Array, Array]:
         """Keys [..., R, K] and values [..., R, D] of some pages, ``where`` an index of [B, P]."""
         pages = self.kv[where]
         return pages[..., : self.key_dim], pages[..., self._values]

@@ -18,10 +18,10 @@ from kvjax.cache.groups import HeadGroups, Layer, parts, with_parts
 from kvjax.cache.key_channels import cut
 from kvjax.cache.layer_view import LayerView
 from kvjax.cache.page_sharding import PageSharding
-from kvjax.cache.pool import LayerCache, mark_rows, rows
+from kvjax.cache.pool import LayerCache, keys_and_values, mark_by_head
 from kvjax.cache.shared_context import SharedLayer
+from pallas_kernels.kept_tokens import KeptTokens
 from pallas_kernels.ragged_decode import Decoded, Shared, ragged_decode
-from pallas_kernels.rows import Rows
 from pallas_kernels.softmax import NEG, with_sink
 
 
@@ -167,7 +167,7 @@ def slot_bias(
     return jnp.asarray(slopes[owner])[:, :, None] * distance[:, :, None]
 
 
-def kept_rows(layer: Layer, block: int, seen: Int[Array, " B"] | None = None) -> Rows:
+def kept_tokens(layer: Layer, block: int, seen: Int[Array, " B"] | None = None) -> KeptTokens:
     """Copy a layer's pools to contiguous slots, once a prompt chunk, for all its blocks of queries.
 
     ``seen``, the tokens before the chunk, is given for ALiBi, where a slot's mark "position" makes its bias: positions
@@ -181,26 +181,26 @@ def kept_rows(layer: Layer, block: int, seen: Int[Array, " B"] | None = None) ->
     def padded(x: Array) -> Array:
         return jnp.pad(x, ((0, 0), (0, 0), (0, longest - x.shape[2])) + ((0, 0),) * (x.ndim - 3))
 
-    found = [tuple(padded(x) for x in rows(pool)) for pool in pools]
+    found = [tuple(padded(x) for x in keys_and_values(pool)) for pool in pools]
     masses = [jnp.zeros(pool.length.shape) if pool.log_mass is None else pool.log_mass for pool in pools]
     join = layer.join if isinstance(layer, HeadGroups) else (lambda whole: whole[0])
     k, v = join([part[0] for part in found]), join([part[1] for part in found])
     mass = None if all(pool.log_mass is None for pool in pools) else join(masses)
     place = None
     if seen is not None:
-        place = join([padded(mark_rows(pool, "position")) for pool in pools]) - seen[:, None, None]
-    return Rows(k, v, layer.length, mass, place, block)
+        place = join([padded(mark_by_head(pool, "position")) for pool in pools]) - seen[:, None, None]
+    return KeptTokens(k, v, layer.length, mass, place, block)
 
 
-def shared_rows(shared: SharedLayer, layer: Layer, block: int, placed: bool) -> Rows | None:
-    """:func:`kept_rows` of a layer's shared pools; heads that share nothing have none. None where no head does.
+def shared_kept_tokens(shared: SharedLayer, layer: Layer, block: int, placed: bool) -> KeptTokens | None:
+    """:func:`kept_tokens` of a layer's shared pools; heads that share nothing have none. None where no head does.
 
     ``placed`` is given for ALiBi; positions are then counted from the row's first token.
     """
     if all(pool is None for pool in shared):
         return None
     held = [_nothing(own) if pool is None else pool for pool, own in zip(shared, parts(layer), strict=True)]
-    return kept_rows(with_parts(layer, held), block, jnp.zeros((1,), jnp.int32) if placed else None)
+    return kept_tokens(with_parts(layer, held), block, jnp.zeros((1,), jnp.int32) if placed else None)
 
 
 def _nothing(own: LayerCache) -> LayerCache:

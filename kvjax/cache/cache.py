@@ -95,7 +95,7 @@ class Cache:
 
     @property
     def storage(self) -> Storage:
-        """How its rows are stored."""
+        """How its keys and values are stored."""
         pool = parts(self.layers[0])[0]
         usual = platform_layout(pool.kv.shape[3])
         if pool.channels is not None:

@@ -25,7 +25,7 @@ class Continuation(Protocol):
       batch: rows. seen: [B] tokens each row has been through. next_token: [B] generated but not yet read, or
         negative: see :class:`kvjax.cache.cache.Cache`.
       policy: which tokens stay, or which rounds a question sees.
-      storage: as what its rows are stored.
+      storage: how its keys and values are stored.
       model_shape: layers, KV heads and channels of the model it belongs to.
       nbytes: allocated bytes; of a conversation those outside host memory.
       device_layers: the layers that are on the device between two turns; all of them, or those below the watershed.

@@ -1,6 +1,7 @@
 """One layer's cache: pages of keys and values in which every KV head owns a contiguous run of its own static size.
 
-How a page's keys and values lie in memory is ``layout.py``'s choice; every function here takes and gives rows.
+How a page's keys and values lie in memory is ``layout.py``'s choice; every function here takes and gives
+vectors of D channels.
 
 Head h owns pages ``starts[h] : starts[h + 1]``; the run is the same for every row, so the batch and the heads shard
 without index games. Where the heads of a layer share its slots, each row has its own runs (``row_starts``, see
@@ -13,7 +14,7 @@ On a mesh of devices a pool may hold some of the pages (``page_sharding.py``, ``
 
 Keys and values may be stored as int8 (``quantisation.py``), and keys with some channels only (``key_channels.py``);
 every function here takes and gives real numbers of all channels, so that a policy never knows. Numbers that belong to a
-slot (its token's position, a score) are ``marks`` and move with their row.
+slot (its token's position, a score) are ``marks`` and move with it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class LayerCache:
       pages: pages of each head, static; with ``row_starts`` only their sum counts, the pages of a row.
       marks: [B, P, R] one number a slot by name: "position" (int32) of the token in it, "score" (float32) and what else
         a policy declares.
-      scales: of int8 rows, or ``None``.
+      scales: of an int8 pool, or ``None``.
       sharding: which of the pages this device holds, static.
       row_starts: [B, H] the first page of each head's run in each row, or ``None`` where all rows have the same runs.
       channels: [B, H, K] int32, rising: the key channels that are stored, or ``None`` where all are.
@@ -78,11 +79,13 @@ class LayerCache:
     @property
     def slot_nbytes(self) -> int:
         """Bytes of one slot of one head: key, value, marks and the value's scale."""
-        return self.kv.row_nbytes + sum(mark.dtype.itemsize for mark in self.marks.values()) + (4 if self.scales else 0)
+        return (
+            self.kv.slot_nbytes + sum(mark.dtype.itemsize for mark in self.marks.values()) + (4 if self.scales else 0)
+        )
 
     @property
     def dtype(self) -> Any:
-        """Dtype of the rows this layer gives: the pool's, or float32 for int8 rows."""
+        """Dtype of the keys and values this layer gives: the pool's, or float32 for an int8 one."""
         return jnp.float32 if self.scales else self.kv.dtype
 
     @property
@@ -340,32 +343,32 @@ def by_page(cache: LayerCache, heads: Array) -> Array:
     return jnp.concatenate([found[:, h, :count] for h, count in enumerate(cache.pages)], axis=1)
 
 
-def mark_rows(cache: LayerCache, name: str) -> Array:
+def mark_by_head(cache: LayerCache, name: str) -> Array:
     """[B, H, C] a mark of every slot."""
     return by_head(cache, cache.marks[name])
 
 
-def stored_rows(cache: LayerCache) -> tuple[Array, Array]:
+def stored_keys_and_values(cache: LayerCache) -> tuple[Array, Array]:
     """:func:`rows` of a whole pool as they are stored: int8 ones without their scales, keys of K channels."""
     if cache.uniform:
-        k, v = (_runs(cache, x) for x in (cache.kv.key_rows(), cache.kv.value_rows()))
+        k, v = (_runs(cache, x) for x in (cache.kv.keys(), cache.kv.values()))
     else:
         where, inside = _places_of_runs(cache)
-        k, v = (_inside(x, inside) for x in cache.kv.rows_at(where))
+        k, v = (_inside(x, inside) for x in cache.kv.at_pages(where))
     k, v = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (k, v))
     return k, v
 
 
-def rows(cache: LayerCache) -> tuple[Float[Array, "B H C D"], Float[Array, "B H C D"]]:
+def keys_and_values(cache: LayerCache) -> tuple[Float[Array, "B H C D"], Float[Array, "B H C D"]]:
     """Keys and values of every slot as rows, [B, H, C, D] with C the longest head's slots; shorter heads end in zeros.
 
     A copy, for selecting again on a later turn; attention reads the pages.
     """
     if cache.row_starts is not None and cache.sharding.page_axes:
-        k, v, v_scale = _gathered_rows(cache)
+        k, v, v_scale = _gathered(cache)
     else:
         cache = gather_pages(cache)
-        k, v = stored_rows(cache)
+        k, v = stored_keys_and_values(cache)
         v_scale = None if cache.scales is None else by_head(cache, cache.scales.v)
     if cache.scales is not None and v_scale is not None:
         scale = v_scale[..., None]
@@ -373,9 +376,9 @@ def rows(cache: LayerCache) -> tuple[Float[Array, "B H C D"], Float[Array, "B H 
     return spread(k, cache.channels, v.shape[-1]), v
 
 
-def _gathered_rows(cache: LayerCache) -> tuple[Array, Array, Array | None]:
-    """:func:`stored_rows`, and the scales of values by head, where rows have runs of their own: of these alone each
-    device hands over its pages, not of the pool, which may hold more than these heads."""
+def _gathered(cache: LayerCache) -> tuple[Array, Array, Array | None]:
+    """:func:`stored_keys_and_values`, and the scales of values by head, where rows have runs of their own: of these
+    alone each device hands over its pages, not of the pool, which may hold more than these heads."""
     assert cache.row_starts is not None
     sharding, most, parts = cache.sharding, cache.most_pages, cache.sharding.page_parts
     first, after = cache.row_starts // parts, cache.row_ends // parts
@@ -388,7 +391,7 @@ def _gathered_rows(cache: LayerCache) -> tuple[Array, Array, Array | None]:
         found = _inside(whole.reshape(*own.shape[:2], -1, *own.shape[3:])[:, :, :most], inside)
         return found.reshape(*found.shape[:2], -1, *found.shape[4:])
 
-    k, v = (gathered(x) for x in cache.kv.rows_at(where))
+    k, v = (gathered(x) for x in cache.kv.at_pages(where))
     return k, v, None if cache.scales is None else gathered(cache.scales.v[where])
 
 

@@ -31,7 +31,7 @@ def take_pages(
     first = jnp.minimum(slot // page_size, min(cache.pages) - pages)
     index = jnp.asarray(cache.starts, jnp.int32)[:, None] + first + jnp.arange(pages)
     held, here = cache.sharding.locate(index, sum(cache.pages))
-    k, v = cache.kv.rows_at((row, held))
+    k, v = cache.kv.at_pages((row, held))
     if cache.scales is not None:
         k, v = k * cache.scales.k[row][:, None, None], v * cache.scales.v[row, held][..., None]
     if cache.channels is not None:

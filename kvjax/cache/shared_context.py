@@ -24,7 +24,7 @@ from kvjax.cache.groups import HeadGroups, Layer, parts
 from kvjax.cache.host_memory import as_numpy
 from kvjax.cache.layer_view import layer_view, layer_views
 from kvjax.cache.packing import store
-from kvjax.cache.pool import LayerCache, mark_rows, rows
+from kvjax.cache.pool import LayerCache, keys_and_values, mark_by_head
 
 #: A layer's shared pools, one for each of its pools; None where rows hold all of theirs.
 SharedLayer = tuple[LayerCache | None, ...]
@@ -98,16 +98,16 @@ def _length(pools: SharedLayer, layer: Layer) -> np.ndarray:
 
 def first_slots(pool: LayerCache, count: Int[Array, "B H"], pages: tuple[int, ...]) -> LayerCache:
     """The first ``count`` slots of each head, in runs of these pages, as a pool to be shared."""
-    k, v = rows(pool)
-    return store(pool.replace(state=None), k, v, count, pages, {name: mark_rows(pool, name) for name in pool.marks})
+    k, v = keys_and_values(pool)
+    return store(pool.replace(state=None), k, v, count, pages, {name: mark_by_head(pool, name) for name in pool.marks})
 
 
 def slots_from(pool: LayerCache, first: Int[Array, "B H"], pages: tuple[int, ...]) -> LayerCache:
     """The slots of each head from ``first`` on, moved to the beginning of runs of these pages."""
-    k, v = rows(pool)
+    k, v = keys_and_values(pool)
     source = jnp.minimum(first[..., None] + jnp.arange(max(pages) * pool.page_size), k.shape[2] - 1)
     k, v = (jnp.take_along_axis(x, source[..., None], axis=2) for x in (k, v))
-    marks = {name: jnp.take_along_axis(mark_rows(pool, name), source, axis=2) for name in pool.marks}
+    marks = {name: jnp.take_along_axis(mark_by_head(pool, name), source, axis=2) for name in pool.marks}
     return store(pool, k, v, pool.length - first, pages, marks)
 
 
@@ -126,8 +126,8 @@ def after_shared(shared: LayerCache, own: LayerCache, pages: tuple[int, ...]) ->
         after = jnp.take_along_axis(new, source[wide], axis=2)
         return jnp.where((place < first[..., None])[wide], before, after)
 
-    k, v = (joined(old, new) for old, new in zip(rows(shared), rows(own), strict=True))
-    marks = {name: joined(mark_rows(shared, name), mark_rows(own, name)) for name in own.marks}
+    k, v = (joined(old, new) for old, new in zip(keys_and_values(shared), keys_and_values(own), strict=True))
+    marks = {name: joined(mark_by_head(shared, name), mark_by_head(own, name)) for name in own.marks}
     return store(own, k, v, own.length + first, pages, marks)
 
 

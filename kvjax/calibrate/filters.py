@@ -26,7 +26,7 @@ from kvjax.policies.profile import FilterProfile, ModelShape, model_name
 from kvjax.policies.window_layers import for_model
 from kvjax.runtime.layer_forward import forward_layers
 from kvjax.runtime.layer_observer import LayerObserver
-from pallas_kernels.rows import Rows
+from pallas_kernels.kept_tokens import KeptTokens
 
 
 def query_filters(
@@ -91,7 +91,7 @@ class QuerySums(LayerObserver):
     config: ModelConfig = dataclasses.field(metadata={"static": True})
     count: Int[Array, ""]
 
-    def start(self, kept: Rows | None, tokens: int) -> tuple[Array, Array]:
+    def start(self, kept: KeptTokens | None, tokens: int) -> tuple[Array, Array]:
         """Sums over no query."""
         c = self.config
         zeros = jnp.zeros((c.num_kv_heads, c.group_size, c.head_dim), jnp.float32)
@@ -104,7 +104,7 @@ class QuerySums(LayerObserver):
         q: Float[Array, "1 H G S D"],
         normaliser: Float[Array, "1 H G S"],
         k: Float[Array, "1 H T D"],
-        kept: Rows | None,
+        kept: KeptTokens | None,
         index: Int[Array, ""],
     ) -> tuple[Array, Array]:
         """The sums with those of this block's tokens."""
@@ -114,6 +114,6 @@ class QuerySums(LayerObserver):
         product = jnp.einsum("hgsd,hgse->hgde", wide, wide, precision=jax.lax.Precision.HIGHEST)
         return partial[0] + wide.sum(axis=2), partial[1] + product
 
-    def finish(self, partial: tuple[Array, Array], before: Any, k: Array, kept: Rows | None) -> Any:
+    def finish(self, partial: tuple[Array, Array], before: Any, k: Array, kept: KeptTokens | None) -> Any:
         """The sums over all."""
         return partial

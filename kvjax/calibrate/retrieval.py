@@ -28,7 +28,7 @@ from kvjax.policies.profile import HeadProfile, ModelShape, model_name
 from kvjax.policies.window_layers import for_model
 from kvjax.runtime.layer_forward import forward_layers
 from kvjax.runtime.layer_observer import LayerObserver
-from pallas_kernels.rows import Rows
+from pallas_kernels.kept_tokens import KeptTokens
 from pallas_kernels.softmax import capped
 
 #: The paper's K and how often it repeats them.
@@ -137,7 +137,7 @@ class RepetitionScores(LayerObserver):
     period: int
     repeats: int
 
-    def start(self, kept: Rows | None, tokens: int) -> Float[Array, "2 H G"]:
+    def start(self, kept: KeptTokens | None, tokens: int) -> Float[Array, "2 H G"]:
         """Scores of no query."""
         return jnp.zeros((2, self.config.num_kv_heads, self.config.group_size), jnp.float32)
 
@@ -148,7 +148,7 @@ class RepetitionScores(LayerObserver):
         q: Float[Array, "1 H G S D"],
         normaliser: Float[Array, "1 H G S"],
         k: Float[Array, "1 H T D"],
-        kept: Rows | None,
+        kept: KeptTokens | None,
         index: Int[Array, ""],
     ) -> Float[Array, "2 H G"]:
         """The sums over queries, those of this block included."""
@@ -160,7 +160,7 @@ class RepetitionScores(LayerObserver):
         return partial + jnp.where(counts, found, 0.0).sum(axis=-1)
 
     def finish(
-        self, partial: Float[Array, "2 H G"], before: None, k: Float[Array, "1 H T D"], kept: Rows | None
+        self, partial: Float[Array, "2 H G"], before: None, k: Float[Array, "1 H T D"], kept: KeptTokens | None
     ) -> Float[Array, "2 H G"]:
         """Means over the queries from the second repetition on."""
         return partial / (self.period * (self.repeats - 1))

@@ -29,7 +29,7 @@ from kvjax.rounds.selection import normalised
 from kvjax.runtime.layer_forward import forward_layers
 from kvjax.runtime.layer_observer import LayerObserver
 from kvjax.runtime.signal_collector import PartialSignals, SignalCollector
-from pallas_kernels.rows import Rows
+from pallas_kernels.kept_tokens import KeptTokens
 
 Messages = Sequence[Mapping[str, Any]]
 #: First token and the one after the last.
@@ -123,7 +123,7 @@ class SpanAttention(LayerObserver):
         return [(each, each.before_layer(layer, x, rope)) for each in self._collectors(layer.sink_logits)]
 
     def finish(
-        self, partial: None, before: list[Any], k: Float[Array, "1 H T D"], kept: Rows | None
+        self, partial: None, before: list[Any], k: Float[Array, "1 H T D"], kept: KeptTokens | None
     ) -> Float[Array, "S T"]:
         """The masses, once all keys are there."""
         masses = []

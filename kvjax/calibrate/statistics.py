@@ -41,7 +41,7 @@ from kvjax.policies.window_layers import for_model
 from kvjax.runtime.layer_forward import forward_layers
 from kvjax.runtime.layer_observer import LayerObserver
 from kvjax.runtime.signal_collector import PartialSignals, SignalCollector
-from pallas_kernels.rows import Rows
+from pallas_kernels.kept_tokens import KeptTokens
 
 
 def text_statistics(
@@ -156,7 +156,7 @@ class TextStatistics(LayerObserver):
         """Nothing."""
         return self._collector.before_layer(layer, x, rope)
 
-    def start(self, kept: Rows | None, tokens: int) -> PartialSignals:
+    def start(self, kept: KeptTokens | None, tokens: int) -> PartialSignals:
         """Statistics of no query."""
         return self._collector.start(kept, tokens)
 
@@ -165,7 +165,7 @@ class TextStatistics(LayerObserver):
         return self._collector.after_block(partial, *block)
 
     def finish(
-        self, partial: PartialSignals, before: Any, k: Float[Array, "1 H T D"], kept: Rows | None
+        self, partial: PartialSignals, before: Any, k: Float[Array, "1 H T D"], kept: KeptTokens | None
     ) -> LayerStatistics:
         """The statistics of all tokens."""
         assert partial.stats is not None

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.cache.groups import parts
-from kvjax.cache.pool import mark_rows
+from kvjax.cache.pool import mark_by_head
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
 from kvjax.eval.pictures import plain_axes, style
@@ -63,7 +63,7 @@ def retained_positions(lm: LanguageModel, tokens: Sequence[int], policy: str) ->
             if "position" not in pool.marks:
                 raise UsageError(f"{policy} does not mark the positions of what it keeps; h2o, ahakv and tova do.")
             length = np.asarray(pool.length)[0]
-            for head, positions in enumerate(np.asarray(mark_rows(pool, "position"))[0]):
+            for head, positions in enumerate(np.asarray(mark_by_head(pool, "position"))[0]):
                 fraction[number, positions[: length[head]]] += 1
             heads += len(length)
         fraction[number] /= heads

@@ -27,7 +27,7 @@ from kvjax.model.rope import Angles
 from kvjax.policies.base import Policy
 from kvjax.runtime.layer_forward import forward_layers
 from kvjax.runtime.layer_observer import LayerObserver
-from pallas_kernels.rows import Rows
+from pallas_kernels.kept_tokens import KeptTokens
 
 
 class _RecordedLayer(DecoderLayer):
@@ -92,7 +92,7 @@ class Projections(LayerObserver):
         return layer.project(x[:, : self.tokens])
 
     def finish(
-        self, partial: None, before: tuple[Array, Array, Array], k: Array, kept: Rows | None
+        self, partial: None, before: tuple[Array, Array, Array], k: Array, kept: KeptTokens | None
     ) -> tuple[Array, Array, Array]:
         """The projections, as they were made before the layer ran."""
         return before

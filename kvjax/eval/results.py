@@ -32,7 +32,7 @@ class Settings:
       tasks: names of ``kvjax.eval.ruler.TASKS``.
       samples: of each task, and conversations.
       turns: whether conversations are held.
-      storage: of the cache's rows, as ``generate`` takes it.
+      storage: of keys and values, as ``generate`` takes it.
       seed: of the samples.
       parameters: a digest of the model's weights; empty until they are known, and in results of earlier versions.
     """

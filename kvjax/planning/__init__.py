@@ -60,7 +60,7 @@ def plan(
       max_new_tokens: tokens generated; a growing policy's cache is planned at its final size.
       dtype: of weights and cache.
       weights: as for :func:`kvjax.load`; by default those of the model.
-      storage: of the cache's rows, as for :func:`kvjax.generate`.
+      storage: of keys and values, as for :func:`kvjax.generate`.
       memory_limit: bytes available; by default the device's.
       mesh: devices that the request is spread over, which need not be there; by default the model's. Bytes, and the
         limit, are then of each device.

@@ -13,7 +13,7 @@ from kvjax.policies.names import CLASSES
 
 if TYPE_CHECKING:
     from kvjax.cache.packing import store  # noqa: F401
-    from kvjax.cache.pool import LayerCache, append_token, mark_rows, rows  # noqa: F401
+    from kvjax.cache.pool import LayerCache, append_token, keys_and_values, mark_by_head  # noqa: F401
     from kvjax.checks import number, true_or_false, whole_number  # noqa: F401
     from kvjax.policies.base import *  # noqa: F403
     from kvjax.policies.evicting import Evicting  # noqa: F401
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Names are imported when first used, so that reading the table of names loads no JAX.
 _MODULES = {
-    "kvjax.cache.pool": ("LayerCache", "append_token", "mark_rows", "rows"),
+    "kvjax.cache.pool": ("LayerCache", "append_token", "keys_and_values", "mark_by_head"),
     "kvjax.cache.packing": ("store",),
     "kvjax.checks": ("number", "true_or_false", "whole_number"),
     "kvjax.policies.base": (

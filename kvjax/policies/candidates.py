@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.packing import store
-from kvjax.cache.pool import LayerCache, mark_rows, rows
+from kvjax.cache.pool import LayerCache, keys_and_values, mark_by_head
 from kvjax.model.config import ModelConfig
 from kvjax.policies.signals import CandidateSignals, Mass, PromptSignals
 
@@ -142,7 +142,7 @@ def gather_candidates(
             None if given.hidden is None else given.hidden.new,
         )
         return Candidates(k, v, count, jnp.zeros_like(count), new_marks, signals)
-    old_k, old_v = rows(cache)
+    old_k, old_v = keys_and_values(cache)
     capacity, tokens = old_k.shape[2], k.shape[2]
     order = jnp.arange(capacity + tokens)
     # Candidate j: slot j while j < length, then new token j - length.
@@ -168,7 +168,7 @@ def gather_candidates(
         join(old_v, v, 2),
         cache.length + count,
         cache.length,
-        {name: join(mark_rows(cache, name), new_marks[name], 2) for name in cache.marks},
+        {name: join(mark_by_head(cache, name), new_marks[name], 2) for name in cache.marks},
         CandidateSignals(
             join_mass(given.window),
             join_mass(given.columns),

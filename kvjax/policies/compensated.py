@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.packing import store
-from kvjax.cache.pool import LayerCache, read_slots, rows, write
+from kvjax.cache.pool import LayerCache, keys_and_values, read_slots, write
 from kvjax.checks import MOST_SLOTS, number, true_or_false, whole_number
 from kvjax.errors import UsageError, quoted
 from kvjax.model.config import ModelConfig
@@ -192,7 +192,7 @@ class CompensatedRing(Policy):
             all_k, all_v, source = k, v, tokens
             old_number = jnp.zeros((*oldest.shape, 0), jnp.int32)
         else:
-            old_k, old_v = rows(cache)
+            old_k, old_v = keys_and_values(cache)
             old_number = self._token_of(state, before, old_k.shape[2])
             all_k, all_v = (
                 jnp.concatenate([old.astype(jnp.promote_types(old.dtype, new.dtype)), new], axis=2)

@@ -107,7 +107,7 @@ class Composable:
 def shares(policy: Policy, storage: Storage) -> bool:
     """Whether rows that begin with the same context share slots of it.
 
-    int8 rows do not, unless the context was chosen once: the scales of a row's keys follow what it reads, and its
+    int8 storage does not, unless the context was chosen once: the scales of a row's keys follow what it reads, and its
     stored keys are packed anew.
     """
     return policy.shares_context and (policy.chosen_once or not storage.quantised)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import runs
 from kvjax.cache.packing import store
-from kvjax.cache.pool import LayerCache, by_head, by_page, mark_rows, rows
+from kvjax.cache.pool import LayerCache, by_head, by_page, keys_and_values, mark_by_head
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Candidates, HostOrTraced, PromptChunk, Selection, Step, append_new, selection, top_mask
 from kvjax.policies.sized import Scoring
@@ -138,12 +138,12 @@ class Evicting(Scoring):
 
     def sort_slots(self, layer: int, cache: LayerCache, config: ModelConfig) -> LayerCache:
         """Drop the token that has left and put the others in order of position."""
-        k, v = rows(cache)
+        k, v = keys_and_values(cache)
         slot = jnp.arange(k.shape[2])
         live = (slot < cache.length[..., None]) & (slot != cache.next[..., None])
-        order = jnp.argsort(jnp.where(live, mark_rows(cache, "position"), _LAST), axis=-1)
+        order = jnp.argsort(jnp.where(live, mark_by_head(cache, "position"), _LAST), axis=-1)
         k, v = (jnp.take_along_axis(x, order[..., None], axis=2) for x in (k, v))
-        marks = {name: jnp.take_along_axis(mark_rows(cache, name), order, axis=2) for name in cache.marks}
+        marks = {name: jnp.take_along_axis(mark_by_head(cache, name), order, axis=2) for name in cache.marks}
         return store(cache, k, v, live.sum(axis=-1, dtype=jnp.int32), cache.pages, marks)
 
     def retained(self, cache: LayerCache) -> HostOrTraced:

@@ -101,7 +101,7 @@ class ThinK(HeadWise):
         kept, whole = self.kept_channels(config), config.head_dim
         usual = platform_layout(whole)
         cut = jax.eval_shape(lambda: usual.with_key_channels(kept, whole).zeros(1, 1, whole, jnp.int8, kept))
-        return cut.row_nbytes >= jax.eval_shape(lambda: usual.zeros(1, 1, whole, jnp.int8)).row_nbytes
+        return cut.slot_nbytes >= jax.eval_shape(lambda: usual.zeros(1, 1, whole, jnp.int8)).slot_nbytes
 
     @property
     def signals(self) -> Signals:

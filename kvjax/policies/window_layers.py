@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.groups import Layer
 from kvjax.cache.packing import store
-from kvjax.cache.pool import LayerCache, rows
+from kvjax.cache.pool import LayerCache, keys_and_values
 from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
@@ -56,7 +56,7 @@ class SlidingWindow(Policy):
         return per_head(numpy_or_jax(total).minimum(total, self.window), config)
 
     def sort_slots(self, layer: int, cache: LayerCache, config: ModelConfig) -> LayerCache:
-        k, v = rows(cache)
+        k, v = keys_and_values(cache)
         full = cache.length == self.window
         first = jnp.where(full, cache.next, 0)[..., None]
         order = jnp.arange(k.shape[2])

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.cache import Cache
 from kvjax.cache.packing import store
-from kvjax.cache.pool import LayerCache, rows
+from kvjax.cache.pool import LayerCache, keys_and_values
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy, PromptChunk, gather_candidates
@@ -46,7 +46,7 @@ def compressed(
     config = params.config
     closing = _Closing(inner, config, base, count, size)
     if tokens is None or again is None:
-        layers = tuple(closing.own(i, layer, *rows(layer), None) for i, layer in enumerate(cache.layers))
+        layers = tuple(closing.own(i, layer, *keys_and_values(layer), None) for i, layer in enumerate(cache.layers))
         return cache.replace(layers=layers)
     shorter = tuple(
         layer.replace(length=layer.length - again[:, None], next=layer.next - again[:, None]) for layer in cache.layers
@@ -113,7 +113,7 @@ class _Closing(Policy):
             old = jnp.pad(old, ((0, 0), (0, 0), (0, new.shape[2]), (0, 0)))
             return jax.vmap(jax.vmap(lambda x, y, n: jax.lax.dynamic_update_slice_in_dim(x, y, n, 0)))(old, new, base)
 
-        new_k, new_v = (replaced(old, new) for old, new in zip((k, v), rows(kept), strict=True))
+        new_k, new_v = (replaced(old, new) for old, new in zip((k, v), keys_and_values(kept), strict=True))
         return store(cache, new_k, new_v, base + kept.length, cache.pages)
 
 
@@ -121,7 +121,7 @@ def without_slots(cache: Cache, keep: Bool[Array, "L B H C"]) -> Cache:
     """The cache with only these slots of every layer, in order; positions stay."""
     layers = []
     for i, layer in enumerate(cache.layers):
-        k, v = rows(layer)
+        k, v = keys_and_values(layer)
         valid = keep[i, :, :, : k.shape[2]] & (jnp.arange(k.shape[2]) < layer.length[..., None])
         order = jnp.argsort(~valid, axis=-1, stable=True)[..., None]
         k, v = (jnp.take_along_axis(x, order, axis=2) for x in (k, v))

@@ -21,7 +21,7 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.groups import rounded
 from kvjax.cache.packing import store
 from kvjax.cache.page_sharding import PageSharding
-from kvjax.cache.pool import LayerCache, by_head, gather_pages, stored_rows
+from kvjax.cache.pool import LayerCache, by_head, gather_pages, stored_keys_and_values
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.model.rope import angles_of_layers
@@ -31,7 +31,7 @@ from kvjax.rounds.conversation import UpperRows
 from kvjax.runtime.layer_reading import read_rows, zero_after
 from kvjax.runtime.prefill import Pages, after_reading, last_logits, through_layers
 from kvjax.runtime.signal_collector import SignalCollector
-from pallas_kernels.rows import Rows
+from pallas_kernels.kept_tokens import KeptTokens
 
 
 @jax.tree_util.register_dataclass
@@ -54,7 +54,7 @@ class StagingBuffer:
 
 
 def empty_stage(shape: tuple[int, ...], dtype: Any, quantised: bool) -> StagingBuffer:
-    """Zeros [L, 2, B, H, S, D]; rounds of int8 rows come as float32 ones."""
+    """Zeros [L, 2, B, H, S, D]; rounds of int8 storage come as float32."""
     layers, _, batch, heads, _, dim = shape
     scales = jnp.zeros((layers, batch, heads, dim), jnp.float32) if quantised else None
     return StagingBuffer(jnp.zeros(shape, jnp.float32 if quantised else dtype), scales)
@@ -166,7 +166,7 @@ def read_upper(
         kept = None
         if staged is not None and length is not None:
             old_k, old_v = cache.sharding.gather_axis(staged.kv[i], 3)
-            kept = Rows(old_k, old_v, length[i], None, None, min(old_k.shape[2], BLOCK))
+            kept = KeptTokens(old_k, old_v, length[i], None, None, min(old_k.shape[2], BLOCK))
         x, k, v, _ = read_rows(layer, x, angles[i], kept, count, zero)
         held = jnp.broadcast_to(count[:, None], k.shape[:2])
         if kept is not None:
@@ -200,7 +200,7 @@ def cut(
     for i, layer in enumerate(layers):
         one = gather_pages(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, row, 0), layer))
         places = jnp.minimum(index[i], max(layer.slots) - 1)
-        kv = jnp.stack([x[0] for x in stored_rows(one)])
+        kv = jnp.stack([x[0] for x in stored_keys_and_values(one)])
         kv = jnp.take_along_axis(kv, places[None, ..., None], axis=2)
         found.append(sharding.shard_axis(jnp.where(valid[i, ..., None], kv, jnp.zeros((), kv.dtype)), 2))
         if one.scales is not None:

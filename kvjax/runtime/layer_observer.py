@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.model.decoder import DecoderLayer
 from kvjax.model.rope import Angles
-from pallas_kernels.rows import Rows
+from pallas_kernels.kept_tokens import KeptTokens
 
 
 class LayerObserver:
@@ -21,7 +21,7 @@ class LayerObserver:
         """Take something from the hidden states that the layer is about to read; ``finish`` is given it."""
         return None
 
-    def start(self, kept: Rows | None, tokens: int) -> Any:
+    def start(self, kept: KeptTokens | None, tokens: int) -> Any:
         """Arrays to accumulate into over the blocks of queries; None to skip ``after_block``.
 
         Args:
@@ -37,7 +37,7 @@ class LayerObserver:
         q: Float[Array, "B H G S D"],
         normaliser: Float[Array, "B H G S"],
         k: Float[Array, "B H T D"],
-        kept: Rows | None,
+        kept: KeptTokens | None,
         index: Int[Array, ""],
     ) -> Any:
         """The accumulated value after the block of this index.
@@ -50,6 +50,6 @@ class LayerObserver:
         """
         return partial
 
-    def finish(self, partial: Any, before: Any, k: Float[Array, "B H T D"], kept: Rows | None) -> Any:
+    def finish(self, partial: Any, before: Any, k: Float[Array, "B H T D"], kept: KeptTokens | None) -> Any:
         """The observation of the layer, from what was accumulated, what ``before_layer`` took, and all its keys."""
         raise NotImplementedError

@@ -14,8 +14,8 @@ from kvjax.model.alibi import query_bias
 from kvjax.model.decoder import DecoderLayer
 from kvjax.model.rope import Angles, apply_rope
 from kvjax.runtime.layer_observer import LayerObserver
+from pallas_kernels.kept_tokens import KeptTokens
 from pallas_kernels.prefill import prefill
-from pallas_kernels.rows import Rows
 from pallas_kernels.softmax import with_sink
 
 
@@ -23,12 +23,12 @@ def read_layer(
     layer: DecoderLayer,
     x: Float[Array, "B T M"],
     rope: Angles,
-    kept: Rows | None,
+    kept: KeptTokens | None,
     blocks: Int[Array, ""],
     zero: Int[Array, ""],
     collector: LayerObserver | None = None,
     count: Int[Array, " R"] | None = None,
-    shared: tuple[Rows, Int[Array, " R"]] | None = None,
+    shared: tuple[KeptTokens, Int[Array, " R"]] | None = None,
     *,
     first: Int[Array, ""] | int = 0,
     rows: int | None = None,
@@ -98,11 +98,11 @@ def read_rows(
     layer: DecoderLayer,
     x: Float[Array, "B T M"],
     rope: Angles,
-    kept: Rows | None,
+    kept: KeptTokens | None,
     count: Int[Array, " B"],
     zero: Int[Array, ""],
     collector: LayerObserver | None = None,
-    shared: tuple[Rows, Int[Array, " B"]] | None = None,
+    shared: tuple[KeptTokens, Int[Array, " B"]] | None = None,
 ) -> tuple[Float[Array, "B T M"], Float[Array, "B H T D"], Float[Array, "B H T D"], Any]:
     """:func:`read_layer` over ``count`` tokens of each row, a few rows at a time (:func:`rows_together`).
 

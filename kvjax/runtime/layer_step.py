@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.attention import kept_rows, shared_rows
+from kvjax.cache.attention import kept_tokens, shared_kept_tokens
 from kvjax.cache.buckets import keys_of
 from kvjax.cache.groups import parts
 from kvjax.cache.shared_context import SharedLayer
@@ -20,7 +20,7 @@ from kvjax.policies.signals import Mass, PromptSignals
 from kvjax.policies.traced_checks import check_arrays, check_compressed
 from kvjax.runtime.layer_reading import read_rows, zero_after
 from kvjax.runtime.signal_collector import SignalCollector
-from pallas_kernels.rows import Rows
+from pallas_kernels.kept_tokens import KeptTokens
 
 #: Tokens of each row before a chunk, in it, those to compute, and of the whole prompt.
 Counts = tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, " B"], Int[Array, " B"]]
@@ -68,7 +68,7 @@ def read_one(
     if not fresh:
         old, unsorted = policy.sort_slots(index, old, own), old
         check_arrays(policy, "sort_slots", unsorted, old)
-        kept = kept_rows(old, keys_of(x.shape[1]), seen if own.positional == "alibi" else None)
+        kept = kept_tokens(old, keys_of(x.shape[1]), seen if own.positional == "alibi" else None)
     asked = None
     if collector is not None and own.window is None:  # policies choose the tokens of global layers alone
         sink_logits = layer.sink_logits
@@ -115,7 +115,7 @@ compress_once = jax.jit(compress_one, static_argnames=("policy", "index", "pages
 
 def shared_before(
     shared: SharedLayer, cache: Any, tokens: int, seen: Int[Array, " B"], placed: bool
-) -> tuple[Rows, Int[Array, " B"]] | None:
+) -> tuple[KeptTokens, Int[Array, " B"]] | None:
     """The rows of a context that the batch shares, and the tokens of each row before the next; ``placed`` for ALiBi."""
-    common = shared_rows(shared, cache, keys_of(tokens), placed)
+    common = shared_kept_tokens(shared, cache, keys_of(tokens), placed)
     return None if common is None else (common, seen)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.attention import kept_rows
+from kvjax.cache.attention import kept_tokens
 from kvjax.cache.buckets import keys_of
 from kvjax.cache.cache import Cache
 from kvjax.cache.shared_context import SharedLayer
@@ -31,7 +31,7 @@ from kvjax.runtime.layer_reading import read_rows
 from kvjax.runtime.layer_step import compress_once, compress_one, read_once, read_one, shared_before
 from kvjax.runtime.repetition import Passes
 from kvjax.runtime.signal_collector import SignalCollector
-from pallas_kernels.rows import Rows
+from pallas_kernels.kept_tokens import KeptTokens
 
 
 @jax.tree_util.register_dataclass
@@ -47,7 +47,7 @@ class Held:
     cache: Any
     k: Float[Array, "B H T D"]
     v: Float[Array, "B H T D"]
-    rows: Rows
+    rows: KeptTokens
 
 
 def hold(
@@ -67,8 +67,8 @@ def hold(
     # Positions are counted from the first token of the repetition, which follows the prompt.
     place = (jnp.arange(tokens) - count[..., None]) if placed else None
     if fresh:
-        return Held(cache, k, v, Rows(k, v, count, None, place, block))
-    old = kept_rows(cache, block, seen if placed else None)
+        return Held(cache, k, v, KeptTokens(k, v, count, None, place, block))
+    old = kept_tokens(cache, block, seen if placed else None)
     capacity = old.k.shape[2]
     order = jnp.arange(-(-(capacity + tokens) // block) * block)
     source = jnp.where(order < old.length[..., None], order, capacity + order - old.length[..., None])
@@ -79,9 +79,11 @@ def hold(
         return jnp.take_along_axis(both, source.reshape(*source.shape, *(1,) * (both.ndim - 3)), axis=2)
 
     places = None
-    if place is not None and old.place is not None:
-        places = join(old.place - count[..., None], place)
-    return Held(cache, k, v, Rows(join(old.k, k), join(old.v, v), old.length + count, old.log_mass, places, block))
+    if place is not None and old.position is not None:
+        places = join(old.position - count[..., None], place)
+    return Held(
+        cache, k, v, KeptTokens(join(old.k, k), join(old.v, v), old.length + count, old.log_mass, places, block)
+    )
 
 
 def read_then_choose(

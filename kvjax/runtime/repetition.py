@@ -17,7 +17,7 @@ from kvjax.model.decoder import DecoderLayer
 from kvjax.policies.signals import Repetition
 from kvjax.runtime.layer_observer import LayerObserver
 from pallas_kernels.attention_mass import log_sum_exp
-from pallas_kernels.rows import Bias, Rows
+from pallas_kernels.kept_tokens import Bias, KeptTokens
 from pallas_kernels.softmax import capped, merge_log
 
 #: A place that is no token's: of the words of a request.
@@ -77,7 +77,7 @@ class Passes:
         return np.array([*words, *[0] * rest], np.int32), np.array([*place, *range(rest)], np.int32)
 
     def collector(
-        self, i: Int[Array, ""], held: Rows, fed: Int[Array, " B"], chunk: Int[Array, " B"], layer: DecoderLayer
+        self, i: Int[Array, ""], held: KeptTokens, fed: Int[Array, " B"], chunk: Int[Array, " B"], layer: DecoderLayer
     ) -> RepetitionCollector:
         """The observer of pass ``i`` in a layer that holds these rows."""
         first = held.length - self.count[:, None] + i * self.size  # of the chunk, among the layer's rows
@@ -87,8 +87,8 @@ class Passes:
         source = jnp.where(order < sink[..., None], order, first[..., None] + order - sink[..., None])
         source = jnp.clip(source, 0, held.k.shape[2] - 1)
         k = jnp.take_along_axis(held.k, source[..., None], axis=2)
-        place = None if held.place is None else jnp.take_along_axis(held.place, source, axis=2)
-        rows = Rows(k, k, sink + chunk[:, None], None, place, block)
+        place = None if held.position is None else jnp.take_along_axis(held.position, source, axis=2)
+        rows = KeptTokens(k, k, sink + chunk[:, None], None, place, block)
         sink_logits = layer.sink_logits
         if sink_logits is not None:
             sink_logits = jnp.broadcast_to(sink_logits, (len(chunk), *sink_logits.shape))
@@ -111,13 +111,13 @@ class RepetitionCollector(LayerObserver):
 
     config: ModelConfig = dataclasses.field(metadata={"static": True})
     size: int = dataclasses.field(metadata={"static": True})
-    rows: Rows
+    rows: KeptTokens
     sink: Int[Array, "B H"]
     count: Int[Array, " B"]
     chunk: Int[Array, " B"]
     sink_logits: Float[Array, "B H G"] | None = None
 
-    def start(self, kept: Rows | None, tokens: int) -> Float[Array, "B H S"]:
+    def start(self, kept: KeptTokens | None, tokens: int) -> Float[Array, "B H S"]:
         """No query yet."""
         return jnp.zeros(self.rows.k.shape[:3], jnp.float32)
 
@@ -128,7 +128,7 @@ class RepetitionCollector(LayerObserver):
         q: Float[Array, "B H G N D"],
         normaliser: Float[Array, "B H G N"],
         k: Float[Array, "B H T D"],
-        kept: Rows | None,
+        kept: KeptTokens | None,
         index: Int[Array, ""],
     ) -> Float[Array, "B H S"]:
         """The same after one block of queries."""
@@ -143,7 +143,7 @@ class RepetitionCollector(LayerObserver):
         return attention_peak(q, lse, self.rows, onto=partial, **scored)
 
     def finish(
-        self, partial: Float[Array, "B H S"], before: Any, k: Float[Array, "B H T D"], kept: Rows | None
+        self, partial: Float[Array, "B H S"], before: Any, k: Float[Array, "B H T D"], kept: KeptTokens | None
     ) -> Float[Array, "B H C"]:
         """The chunk's alone; 0 beyond its end."""
         order = jnp.arange(self.size)
@@ -154,7 +154,7 @@ class RepetitionCollector(LayerObserver):
 def attention_peak(
     q: Float[Array, "B H G N D"],
     lse: Float[Array, "B H G N"],
-    rows: Rows,
+    rows: KeptTokens,
     *,
     scale: float,
     soft_cap: float | None,

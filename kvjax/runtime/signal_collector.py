@@ -28,7 +28,7 @@ from kvjax.policies.base import Policy
 from kvjax.policies.signals import Mass, PromptSignals, QueryStats, Signals, first_window_query
 from kvjax.runtime.layer_observer import LayerObserver
 from pallas_kernels.attention_mass import Masses, attention_mass, log_sum_exp
-from pallas_kernels.rows import Rows
+from pallas_kernels.kept_tokens import KeptTokens
 from pallas_kernels.softmax import NEG, capped, merge_log
 
 #: What is taken before a layer runs: window queries with their places and weights, non-causal mass [B, H, G, T], what a
@@ -106,14 +106,14 @@ class SignalCollector(LayerObserver):
             weight = weight * (self.seen[:, None] + token + 1)
         return q, offset, weight
 
-    def start(self, kept: Rows | None, tokens: int) -> PartialSignals:
+    def start(self, kept: KeptTokens | None, tokens: int) -> PartialSignals:
         """PartialSignals that have seen no query."""
         c, s = self.config, self.signals
         batch = self.count.shape[0]
         stats = QueryStats.none(batch, c.num_kv_heads, c.group_size, c.head_dim) if s.queries else None
         return PartialSignals(self._no_mass(kept, tokens) if s.columns else None, stats)
 
-    def _no_mass(self, kept: Rows | None, tokens: int) -> Mass:
+    def _no_mass(self, kept: KeptTokens | None, tokens: int) -> Mass:
         shape = (self.count.shape[0], self.config.num_kv_heads, self.config.group_size)
         slots = None if kept is None else jnp.zeros((*shape, kept.k.shape[2]), jnp.float32)
         return Mass(slots, jnp.zeros((*shape, tokens), jnp.float32))
@@ -125,7 +125,7 @@ class SignalCollector(LayerObserver):
         q: Float[Array, "B H G S D"],
         normaliser: Float[Array, "B H G S"],
         k: Float[Array, "B H T D"],
-        kept: Rows | None,
+        kept: KeptTokens | None,
         index: Int[Array, ""],
     ) -> PartialSignals:
         """PartialSignals after one block of queries: ``raw`` before rotary, ``q`` after it, with their log-sum-exp."""
@@ -150,7 +150,7 @@ class SignalCollector(LayerObserver):
         partial: PartialSignals,
         taken: Taken,
         k: Float[Array, "B H T D"],
-        kept: Rows | None,
+        kept: KeptTokens | None,
     ) -> PromptSignals:
         """The layer's signals, once all its keys are there."""
         mass, (window, noncausal, hidden, squares) = None, taken
@@ -172,7 +172,7 @@ class SignalCollector(LayerObserver):
         return merge_log(lse, self.sink_logits[..., None] * scaled)
 
     def _where(
-        self, offset: Int[Array, "*B"], queries: int, kept: Rows | None, scale: Array | None, tokens: int
+        self, offset: Int[Array, "*B"], queries: int, kept: KeptTokens | None, scale: Array | None, tokens: int
     ) -> dict[str, Any]:
         """The arguments that both passes share, for ``queries`` queries from this place on."""
         place = jnp.atleast_1d(offset)[:, None] + jnp.arange(queries)

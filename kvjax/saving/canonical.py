@@ -88,8 +88,8 @@ def _pool(pool: LayerCache, count: Sequence[int]) -> dict[str, Any]:
         )
 
     tree: dict[str, Any] = {
-        "k": slots(pool.kv.key_rows()),
-        "v": slots(pool.kv.value_rows()),
+        "k": slots(pool.kv.keys()),
+        "v": slots(pool.kv.values()),
         "length": pool.length,
         "next": pool.next,
         "state": jax.tree.leaves(pool.state),

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import argument_checks, dispatch
 from pallas_kernels.attention_mass.mass_problem import Counting, Masses, Problem
-from pallas_kernels.rows import Bias, Rows
+from pallas_kernels.kept_tokens import Bias, KeptTokens
 from pallas_kernels.softmax import per_row
 
 #: Keys that the XLA form reads at once by default.
@@ -28,7 +28,7 @@ def log_sum_exp(
     *,
     offset: Int[Array, ""] | Int[Array, " B"] | int,
     scale: float | Float[Array, " B"],
-    kept: Rows | None = None,
+    kept: KeptTokens | None = None,
     bias: Bias | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -49,7 +49,7 @@ def log_sum_exp(
       scale: multiplies q . k; may differ by row.
       kept: rows from earlier tokens, which all queries attend to; they have a block size of their own.
       bias: bias of scores by key positions (ALiBi), for group-major queries. Only "xla" takes one.
-      window: attend only to the last ``window`` tokens, the query's own included; kept rows are then those of the
+      window: attend only to the last ``window`` tokens, the query's own included; kept tokens are then those of the
         tokens right before the first key, in order.
       soft_cap: bound of the scores.
       block: keys the XLA form reads at once; divides T.
@@ -76,7 +76,7 @@ def attention_mass(
     scale: float | Float[Array, " B"],
     weight: Float[Array, "B N"] | None = None,
     onto: Masses | None = None,
-    kept: Rows | None = None,
+    kept: KeptTokens | None = None,
     bias: Bias | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -106,7 +106,7 @@ def attention_mass(
     argument_checks.arrays(argument_checks.FLOAT, weight=(weight, (batch, count)))
     if onto is not None:
         if (onto.kept is None) != (kept is None):
-            raise ValueError("kept rows and the masses they are added to are given together.")
+            raise ValueError("kept tokens and the masses they are added to are given together.")
         slots = 0 if kept is None else kept.k.shape[2]
         shapes = {"onto.new": (onto.new, (*q.shape[:3], k.shape[2])), "onto.kept": (onto.kept, (*q.shape[:3], slots))}
         argument_checks.arrays(argument_checks.FLOAT, **shapes)
@@ -126,7 +126,7 @@ def _problem(
     argument_checks.sizes(q, tokens)
     argument_checks.per_row("offset", offset, batch, argument_checks.INTEGER)
     argument_checks.per_row("scale", scale, batch, argument_checks.FLOAT)
-    argument_checks.rows(kept, batch, heads, dim)
+    argument_checks.kept_tokens(kept, batch, heads, dim)
     block = argument_checks.block(block, tokens, BLOCK)
     offset, scale = per_row(offset, batch, jnp.int32), per_row(scale, batch, jnp.float32)
     argument_checks.bounds(window, soft_cap)

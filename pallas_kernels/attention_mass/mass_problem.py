@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.rows import Bias, Rows
+from pallas_kernels.kept_tokens import Bias, KeptTokens
 from pallas_kernels.softmax import LOG2E, NEG, NOTHING
 
 
@@ -18,7 +18,7 @@ class Masses(NamedTuple):
 
     Attributes:
       new: [B, H, G, T], the keys' masses.
-      kept: [B, H, G, C], the kept rows' masses; None without kept rows.
+      kept: [B, H, G, C], the kept tokens' masses; None without kept tokens.
     """
 
     new: Float[Array, "B H G T"]
@@ -34,7 +34,7 @@ class Problem:
     k: Float[Array, "B H T D"]
     offset: Int[Array, " B"]
     scale: Float[Array, " B"]
-    kept: Rows | None
+    kept: KeptTokens | None
     bias: Bias | None = dataclasses.field(metadata={"static": True})
     block: int = dataclasses.field(metadata={"static": True})
     window: int | None = dataclasses.field(default=None, metadata={"static": True})

@@ -47,7 +47,7 @@ def attention_mass(p: Problem, c: Counting, *, config: None = None, suffix: str 
 
 
 def _given(name: str, p: Problem, suffix: str) -> tuple[Array, Array, Array, Array, Array]:
-    """Scaled queries, keys, and of kept rows keys, lengths and log masses, as both functions take them.
+    """Scaled queries, keys, and of kept tokens keys, lengths and log masses, as both functions take them.
 
     ``name``: of the library; it raises what :func:`~pallas_kernels.prefill.native.dtype_of` does.
     """

@@ -9,7 +9,7 @@ from pallas_kernels.softmax import NEG, NOTHING
 
 
 def scores(p: Problem) -> tuple[np.ndarray, np.ndarray | None]:
-    """[B, H, G, N, T] scores of the keys and [B, H, G, N, C] of the kept rows, NEG where masked."""
+    """[B, H, G, N, T] scores of the keys and [B, H, G, N, C] of the kept tokens, NEG where masked."""
     count, tokens = p.q.shape[3], p.k.shape[2]
     last = np.asarray(p.offset)[:, None] + np.arange(count)
     new = _products(p, p.k, np.arange(tokens)[None, None])
@@ -20,7 +20,7 @@ def scores(p: Problem) -> tuple[np.ndarray, np.ndarray | None]:
     new = np.where(visible[:, None, None], new, NEG)
     if p.kept is None:
         return new, None
-    kept, slot = _products(p, p.kept.k, p.kept.place), np.arange(p.kept.k.shape[2])
+    kept, slot = _products(p, p.kept.k, p.kept.position), np.arange(p.kept.k.shape[2])
     if p.kept.log_mass is not None:
         kept = kept + np.where(slot == 0, np.asarray(p.kept.log_mass)[..., None], 0)[:, :, None, None]
     valid = slot < np.asarray(p.kept.length)[..., None]

@@ -25,7 +25,7 @@ _PART, _CAPPED_PART = 256, 128
 
 
 def log_sum_exp(p: Problem, *, config: Config | None = None, interpret: Any = False) -> Float[Array, "B H G N"]:
-    """See :func:`pallas_kernels.attention_mass.log_sum_exp`; kept rows are handled in XLA."""
+    """See :func:`pallas_kernels.attention_mass.log_sum_exp`; kept tokens are handled in XLA."""
     _check(p)
     sizes = config or tuned.config("log_sum_exp.tpu", p, Config)
     whole, rest = _whole_and_rest(p, sizes)
@@ -38,7 +38,7 @@ def log_sum_exp(p: Problem, *, config: Config | None = None, interpret: Any = Fa
 
 
 def attention_mass(p: Problem, c: Counting, *, config: Config | None = None, interpret: Any = False) -> Masses:
-    """See :func:`pallas_kernels.attention_mass.attention_mass`; kept rows are handled in XLA."""
+    """See :func:`pallas_kernels.attention_mass.attention_mass`; kept tokens are handled in XLA."""
     _check(p)
     sizes = config or tuned.config("attention_mass.tpu", p, Config)
     whole, rest = _whole_and_rest(p, sizes)

@@ -63,7 +63,7 @@ class Config:
 
 
 def log_sum_exp(p: Problem, *, config: Config | None = None, interpret: Any = False) -> Float[Array, "B H G N"]:
-    """See :func:`pallas_kernels.attention_mass.log_sum_exp`; kept rows are handled in XLA."""
+    """See :func:`pallas_kernels.attention_mass.log_sum_exp`; kept tokens are handled in XLA."""
     c = _checked("log_sum_exp", p, config)
     batch, heads, group, count, dim = p.q.shape
     tokens = p.k.shape[2]
@@ -93,7 +93,7 @@ def log_sum_exp(p: Problem, *, config: Config | None = None, interpret: Any = Fa
 
 
 def attention_mass(p: Problem, c: Counting, *, config: Config | None = None, interpret: Any = False) -> Masses:
-    """See :func:`pallas_kernels.attention_mass.attention_mass`; kept rows are handled in XLA."""
+    """See :func:`pallas_kernels.attention_mass.attention_mass`; kept tokens are handled in XLA."""
     cfg = _checked("attention_mass", p, config)
     batch, heads, group, count, dim = p.q.shape
     tokens = p.k.shape[2]

@@ -23,7 +23,7 @@ def log_sum_exp(p: Problem) -> Float[Array, "B H G N"]:
 
 
 def kept_log_sum_exp(p: Problem) -> Float[Array, "B H G N"]:
-    """Log-sum-exp over the kept rows alone."""
+    """Log-sum-exp over the kept tokens alone."""
     return _log_of(p, _fold_kept(p, _scaled(p)))
 
 
@@ -36,7 +36,7 @@ def _fold(carry: tuple[Array, Array], scores: Array) -> tuple[Array, Array]:
 
 
 def _fold_kept(p: Problem, q: Float[Array, "B H M D"]) -> tuple[Array, Array]:
-    """The running softmax over the kept rows, if there are any."""
+    """The running softmax over the kept tokens, if there are any."""
     empty = jnp.zeros(q.shape[:3], jnp.float32)
     carry = (empty + NEG, empty)
     if p.kept is None:
@@ -65,7 +65,7 @@ def attention_mass(p: Problem, c: Counting) -> Masses:
 
 
 def kept_mass(p: Problem, c: Counting) -> Float[Array, "B H G C"]:
-    """Masses of the kept rows alone."""
+    """Masses of the kept tokens alone."""
     kept, q = p.kept, _scaled(p)
     assert kept is not None
     start = None if c.onto is None else c.onto.kept
@@ -91,7 +91,7 @@ def _last(p: Problem) -> Int[Array, "B M"]:
 
 
 def _reach(p: Problem) -> Int[Array, "#B M"] | None:
-    """The number of kept rows that each query attends to; None for all."""
+    """The number of kept tokens that each query attends to; None for all."""
     return reach_of(p.window, _last(p))
 
 
@@ -125,7 +125,7 @@ def _new_scores(p: Problem, q: Array, last: Array, i: Int[Array, ""]) -> Float[A
 
 
 def _kept_scores(p: Problem, q: Array, i: Int[Array, ""]) -> Float[Array, "B H M S"]:
-    """Scores of one block of kept rows, NEG where they are not valid."""
+    """Scores of one block of kept tokens, NEG where they are not valid."""
     assert p.kept is not None
     kb, _, visible, bias = p.kept.block_of(i, p.bias, _reach(p))
     scores = capped(jnp.einsum("bhnd,bhsd->bhns", q, kb, preferred_element_type=jnp.float32), p.soft_cap)

@@ -111,4 +111,4 @@ def _padded(p: Problem) -> tuple[jax.Array, jax.Array]:
     def pad(rows: jax.Array) -> jax.Array:
         return rows[:, index].reshape(batch * len(p.runs), longest * page, 1, dim)
 
-    return jax.jit(lambda pages: (pad(pages.key_rows()), pad(pages.value_rows())))(p.pages)
+    return jax.jit(lambda pages: (pad(pages.keys()), pad(pages.values())))(p.pages)

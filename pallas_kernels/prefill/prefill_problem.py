@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.rows import Bias, Rows
+from pallas_kernels.kept_tokens import Bias, KeptTokens
 
 
 class Prefilled(NamedTuple):
@@ -33,7 +33,7 @@ class Problem:
     v: Float[Array, "B H T D"]
     offset: Int[Array, ""] | Int[Array, " B"]
     length: Int[Array, " B"] | None
-    kept: Rows | None
+    kept: KeptTokens | None
     scale: float = dataclasses.field(metadata={"static": True})
     bias: Bias | None = dataclasses.field(metadata={"static": True})
     block: int = dataclasses.field(metadata={"static": True})

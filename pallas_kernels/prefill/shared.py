@@ -1,4 +1,4 @@
-"""Attention of several rows' queries over rows of keys and values that they share, read once for all of them."""
+"""Attention of several rows' queries over keys and values that they share, read once for all of them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import argument_checks
+from pallas_kernels.kept_tokens import Bias, KeptTokens
 from pallas_kernels.prefill import native, xla
 from pallas_kernels.prefill.prefill_problem import Prefilled, Problem
-from pallas_kernels.rows import Bias, Rows
 from pallas_kernels.softmax import merge
 
 
 def with_shared(
-    p: Problem, own: Prefilled, shared: Rows, bias: Bias | None, implementation: str | None = None
+    p: Problem, own: Prefilled, shared: KeptTokens, bias: Bias | None, implementation: str | None = None
 ) -> Prefilled:
-    """Attention over a chunk's own keys, merged with attention over the shared rows.
+    """Attention over a chunk's own keys, merged with attention over the shared tokens.
 
-    As kept rows, these are attended to in XLA on accelerators: every query sees all of them, nothing is causal.
+    As kept tokens, these are attended to in XLA on accelerators: every query sees all of them, nothing is causal.
 
     Args:
       shared: with a batch of 1. bias: of [1, H, G B N, S] scores, queries by group, then row, then token.
@@ -37,9 +37,9 @@ def with_shared(
 
 
 def _alone(
-    p: Problem, q: Float[Array, "1 H N D"], shared: Rows, bias: Bias | None, implementation: str | None
+    p: Problem, q: Float[Array, "1 H N D"], shared: KeptTokens, bias: Bias | None, implementation: str | None
 ) -> tuple[Array, Array]:
-    """Attention of all rows' queries over the shared rows: by XLA's form where another one than the CPU's is named."""
+    """Attention of all rows' queries over the shared tokens: XLA's form where another than the CPU's is named."""
     nothing = jnp.zeros((1, q.shape[1], 0, q.shape[3]), p.k.dtype)
     given = {
         "q": q[:, :, None].astype(jnp.float32),
@@ -58,9 +58,9 @@ def _alone(
     return found.out[:, :, 0], found.lse[:, :, 0]
 
 
-def check(p: Problem, shared: Rows, bias: Bias | None) -> None:
-    """Raise ``ValueError`` where shared rows do not fit the queries, or lack the positions that a bias needs."""
+def check(p: Problem, shared: KeptTokens, bias: Bias | None) -> None:
+    """Raise ``ValueError`` where shared tokens do not fit the queries, or lack the positions that a bias needs."""
     _, heads, _, _, dim = p.q.shape
-    argument_checks.rows(shared, 1, heads, dim)
-    if (bias is None) != (shared.place is None):
-        raise ValueError("shared_bias needs shared.place, and nothing else does.")
+    argument_checks.kept_tokens(shared, 1, heads, dim)
+    if (bias is None) != (shared.position is None):
+        raise ValueError("shared_bias needs shared.position, and nothing else does.")

@@ -31,7 +31,7 @@ from pallas_kernels.tpu.tiles import LANES, Config, Tiles
 
 
 def prefill(p: Problem, *, config: Config | None = None, interpret: Any = False) -> Prefilled:
-    """See :func:`pallas_kernels.prefill.prefill`; kept rows are attended to in XLA."""
+    """See :func:`pallas_kernels.prefill.prefill`; kept tokens are attended to in XLA."""
     if p.bias is not None:
         raise NotImplementedError("The TPU kernel has no bias by positions (ALiBi).")
     tiles.check_dtype(p.k.dtype)

@@ -59,7 +59,7 @@ class Config:
 
 
 def prefill(p: Problem, *, config: Config | None = None, interpret: Any = False) -> Prefilled:
-    """See :func:`pallas_kernels.prefill.prefill`; kept rows are attended to in XLA."""
+    """See :func:`pallas_kernels.prefill.prefill`; kept tokens are attended to in XLA."""
     if p.bias is not None:
         raise NotImplementedError("The GPU kernel has no bias by positions (ALiBi).")
     argument_checks.compiled_in(p.scale, p.soft_cap)

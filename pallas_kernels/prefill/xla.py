@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.kept_tokens import Bias, KeptTokens
 from pallas_kernels.prefill.prefill_problem import Prefilled, Problem
-from pallas_kernels.rows import Bias, Rows
 from pallas_kernels.softmax import NEG, capped, log_of, merge
 from pallas_kernels.windows import in_window, key_blocks, reach_of
 
@@ -35,14 +35,14 @@ def prefill(p: Problem, *, config: None = None) -> Prefilled:
 
 
 def with_kept_rows(p: Problem, out: Array, lse: Array) -> Prefilled:
-    """A kernel's attention over the prompt's keys, merged with attention over the kept rows, if there are any."""
+    """A kernel's attention over the prompt's keys, merged with attention over the kept tokens, if there are any."""
     if p.kept is not None:
         out, lse = merge(out, lse, *rows_alone(p))
     return Prefilled(out.astype(p.q.dtype), lse)
 
 
 def rows_alone(p: Problem) -> tuple[Float[Array, "B H G N D"], Float[Array, "B H G N"]]:
-    """Attention over the kept rows alone, in float32: output and log-sum-exp, NEG where no row is valid."""
+    """Attention over the kept tokens alone, in float32: output and log-sum-exp, NEG where there is none."""
     assert p.kept is not None
     batch, heads, group, count, dim = p.q.shape
     q = p.q.reshape(batch, heads, group * count, dim)
@@ -62,13 +62,13 @@ def _places(p: Problem) -> Int[Array, "#B N"]:
 
 
 def _reach(p: Problem) -> Int[Array, "#B N"] | None:
-    """The number of kept rows that each query attends to; None for all."""
+    """The number of kept tokens that each query attends to; None for all."""
     return reach_of(p.window, _places(p))
 
 
 def attend_alone(
     q: Float[Array, "B H N D"],
-    kept: Rows,
+    kept: KeptTokens,
     *,
     scale: float,
     bias: Bias | None,
@@ -121,14 +121,14 @@ def attend_block(
 def attend_rows(
     running: Running,
     q: Float[Array, "B H N D"],
-    kept: Rows,
+    kept: KeptTokens,
     *,
     scale: float,
     bias: Bias | None = None,
     soft_cap: float | None = None,
     reach: Int[Array, "#B N"] | None = None,
 ) -> Running:
-    """Fold kept rows into a running softmax, block by block; queries attend to all valid ones or the last ``reach``."""
+    """Fold kept tokens into a running softmax, block by block; queries attend to all or the last ``reach``."""
 
     def body(i: Int[Array, ""], carry: Running) -> Running:
         k, v, visible, added = kept.block_of(i, bias, reach)

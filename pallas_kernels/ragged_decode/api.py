@@ -54,7 +54,7 @@ def ragged_decode(
 
     Args:
       q: queries grouped by KV head, of the K channels that the keys have; values have D, by default as many.
-      pages: the pool; see ``pages.py``. int8 or float8 rows come with scales.
+      pages: the pool; see ``pages.py``. int8 or float8 pages come with scales.
       length: int32, valid slots of each head, at most those of its pages; 0 is allowed.
       runs: pages of each head, static; head h owns pages ``sum(runs[:h]) ...`` of every row. With ``starts``, the most
         pages that each head owns in any row; they need not sum to the pages of a row.

@@ -60,7 +60,7 @@ class MosaicGpuConfig:
     @classmethod
     def of(cls, p: Problem) -> MosaicGpuConfig:
         """Two pages in flight, four for small heads: 64 KB, so a multiprocessor runs two or three thread blocks."""
-        page_bytes = ROWS * p.pages.row_nbytes
+        page_bytes = ROWS * p.pages.slot_nbytes
         return cls(split.pages_per_item(p), max(min((64 << 10) // page_bytes, 4), 2))
 
 

@@ -16,7 +16,7 @@ def decode(p: Problem) -> Decoded:
     batch, _, group, _ = p.q.shape
     page_size = p.pages.shape[2]
     q = p.q.astype(jnp.float32)
-    k, v = p.pages.key_rows().astype(jnp.float32), p.pages.value_rows().astype(jnp.float32)
+    k, v = p.pages.keys().astype(jnp.float32), p.pages.values().astype(jnp.float32)
     if p.v_scale is not None:
         v = v * p.v_scale[..., None]
     outs, lses, logits = [], [], []

@@ -137,7 +137,7 @@ def cost(p: Problem) -> pl.CostEstimate:
     slots, group = batch * total * page_size, p.q.shape[2]
     return pl.CostEstimate(
         flops=2 * slots * group * (p.pages.key_dim + dim),
-        bytes_accessed=slots * p.pages.row_nbytes + 2 * p.q.size * p.q.dtype.itemsize,
+        bytes_accessed=slots * p.pages.slot_nbytes + 2 * p.q.size * p.q.dtype.itemsize,
         transcendentals=slots * group,
     )
 

@@ -110,7 +110,7 @@ def _page_scores(p: Problem, q: Float[Array, "B H G K"]) -> Float[Array, "B P G 
     """q.k of every slot, reading each page of keys once."""
     batch, total, page_size, _ = p.pages.shape
     if not isinstance(p.pages, Columns):
-        keys = p.pages.key_rows().astype(jnp.float32)
+        keys = p.pages.keys().astype(jnp.float32)
         return jnp.einsum("bpgd,bprd->bpgr", p.by_page(q), keys, precision="highest")
     keys = p.pages.k.astype(jnp.float32)
     if p.by_row:
@@ -159,7 +159,7 @@ def _members(p: Problem) -> Float[Array, "B H P"]:
 
 def _values(p: Problem) -> Array:
     """Values [B, P, R, D] as operands of a product: int8 and float8 as floats; their scale is in the weights."""
-    values = p.pages.value_rows()
+    values = p.pages.values()
     return values.astype(jnp.float32) if values.dtype.itemsize == 1 else values
 
 
@@ -218,7 +218,7 @@ def _by_row(p: Problem, scores: Array) -> tuple[Array, Array, Array]:
     mass = jnp.einsum("bhp,bpg->bhg", member, weight.sum(axis=3), precision="highest")
     if p.v_scale is not None:
         weight = weight * p.v_scale[:, :, None]
-    values = p.pages.value_rows().astype(jnp.float32)
+    values = p.pages.values().astype(jnp.float32)
     if p.pages.dtype == jnp.float32:
         parts = jnp.einsum("bpgr,bprd->bpgd", weight, values, precision="highest")
     else:  # As products, they would be copied to float32.

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.attention import decode_attention, kept_rows
+from kvjax.cache.attention import decode_attention, kept_tokens
 from kvjax.cache.groups import HeadGroups, pages_by_group, slot_bytes
 from kvjax.cache.packing import resize, store
-from kvjax.cache.pool import by_head, by_page, empty_layer, mark_rows, read_slots, write
+from kvjax.cache.pool import by_head, by_page, empty_layer, mark_by_head, read_slots, write
 from pallas_kernels.prefill.xla import attend_rows, running_start
 
 PAGES = (1, 3, 2)
@@ -46,7 +46,7 @@ def test_a_later_turns_queries_see_the_same_slots():
     q = jnp.asarray(np.random.default_rng(2).standard_normal((2, 3, 5, 8)), jnp.float32)
 
     def attended(layer):
-        _, mass, out = attend_rows(running_start(2, 3, 5, 8), q, kept_rows(layer, 64), scale=0.35)
+        _, mass, out = attend_rows(running_start(2, 3, 5, 8), q, kept_tokens(layer, 64), scale=0.35)
         return out / mass[..., None]
 
     np.testing.assert_allclose(attended(split), attended(whole), atol=1e-6)
@@ -74,16 +74,16 @@ def test_numbers_a_slot_move_with_their_rows(pages):
     position = jnp.broadcast_to(jnp.arange(30) * 7, (1, 2, 30))
     length = jnp.full((1, 2), 30)
     cache = store(cache, k, v, length, pages, {"position": position})
-    assert (np.asarray(mark_rows(cache, "position"))[:, :, :30] == np.asarray(position)).all()
+    assert (np.asarray(mark_by_head(cache, "position"))[:, :, :30] == np.asarray(position)).all()
     slots, new = jnp.asarray([[[3], [29]]]), k[:, :, :1] + 1
     cache = write(cache, new, new, slots, jnp.ones((1, 1, 1), bool), {"score": jnp.full((1, 2, 1), 2.5)})
-    score, position = mark_rows(cache, "score"), mark_rows(cache, "position")
+    score, position = mark_by_head(cache, "score"), mark_by_head(cache, "position")
     assert score[0, 0, 3] == score[0, 1, 29] == 2.5 and np.asarray(score).sum() == 5
     assert position[0, 0, 3] == position[0, 1, 29] == 0  # a mark that is not given is 0
     got, _ = read_slots(cache, slots[..., 0])
     np.testing.assert_array_equal(got, new[:, :, 0])
     bigger = resize(cache, tuple(n + 1 for n in pages))
-    kept = mark_rows(bigger, "score")[:, :, : score.shape[2]]
+    kept = mark_by_head(bigger, "score")[:, :, : score.shape[2]]
     for head, count in enumerate(cache.slots):
         assert (np.asarray(kept)[0, head, :count] == np.asarray(score)[0, head, :count]).all()
     again = by_page(cache, by_head(cache, cache.marks["score"]))

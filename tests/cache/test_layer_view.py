@@ -10,7 +10,7 @@ import pytest
 from kvjax.cache.layer_view import joined_views, layer_views, with_pages_of
 from kvjax.cache.layout import Layout
 from kvjax.cache.packing import store
-from kvjax.cache.pool import LayerCache, append_token, empty_layer, rows
+from kvjax.cache.pool import LayerCache, append_token, empty_layer, keys_and_values
 from kvjax.cache.quantisation import Storage
 
 PAGE, LAYERS, HEADS, DIM = 4, 3, 2, 8
@@ -31,10 +31,10 @@ def filled(dtype: str) -> LayerCache:
 def test_views_hold_their_layers_slots_and_join_to_the_pool(dtype):
     pool = filled(dtype)
     views = layer_views(pool, tokens=16)
-    whole = [np.asarray(x) for x in rows(pool)]
+    whole = [np.asarray(x) for x in keys_and_values(pool)]
     for i, view in enumerate(views):
         own = slice(i * HEADS, (i + 1) * HEADS)
-        for found, wanted in zip(rows(view), whole, strict=True):
+        for found, wanted in zip(keys_and_values(view), whole, strict=True):
             for row in range(2):
                 for head, count in enumerate(LENGTHS[row, own]):
                     got, want = np.asarray(found)[row, head, :count], wanted[row, own][head, :count]
@@ -44,7 +44,7 @@ def test_views_hold_their_layers_slots_and_join_to_the_pool(dtype):
 
 def test_a_token_is_written_in_its_layer_and_none_beyond_it():
     pool = filled("model")
-    before = [np.asarray(x) for x in rows(pool)]
+    before = [np.asarray(x) for x in keys_and_values(pool)]
     starts = np.asarray(pool.row_starts)
     views, ones = [], jnp.ones((2, HEADS, DIM))
     for i, view in enumerate(layer_views(pool, tokens=16)):
@@ -52,7 +52,7 @@ def test_a_token_is_written_in_its_layer_and_none_beyond_it():
         if i == 0:  # its last head is full in row 0: the next slot would be the next layer's
             view = view.replace(next=view.next.at[0, 1].set(int(starts[0, 2] - starts[0, 1]) * PAGE))
         views.append(append_token(view, ones, ones, jnp.ones(2, bool)))
-    after = [np.asarray(x) for x in rows(joined_views(pool, views))]
+    after = [np.asarray(x) for x in keys_and_values(joined_views(pool, views))]
     for was, now in zip(before, after, strict=True):
         for row in range(2):
             for head, count in enumerate(LENGTHS[row]):

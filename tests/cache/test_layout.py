@@ -11,7 +11,7 @@ import kvjax
 from kvjax.cache.attention import decode_attention
 from kvjax.cache.layout import COLUMNS, Layout, layout_of, platform_layout
 from kvjax.cache.packing import resize, store
-from kvjax.cache.pool import append_token, empty_layer, read_slots, rows
+from kvjax.cache.pool import append_token, empty_layer, keys_and_values, read_slots
 from kvjax.cache.quantisation import Storage
 from kvjax.cache.regions import put_pages, take_pages
 from kvjax.errors import UsageError
@@ -40,7 +40,7 @@ def through(layout: Layout, kind: str, pages: tuple[int, ...]):
     read = read_slots(cache, jnp.asarray([[4, 30], [2, 60]]))
     attended, logits = decode_attention(q[:, :, None], cache, scale=0.3, with_logits=True)
     held = np.arange(max(cache.slots)) < np.asarray(cache.length)[..., None]
-    k_rows, v_rows = rows(cache)
+    k_rows, v_rows = keys_and_values(cache)
     kept = [np.where(held[..., None], np.asarray(x)[:, :, : held.shape[2]], 0) for x in (k_rows, v_rows)]
     assert logits.shape == (batch, sum(cache.pages), 1, layout.page_size)
     return [*kept, *read, attended, cache.length]

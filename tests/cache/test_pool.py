@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvjax.cache.attention import decode_attention
 from kvjax.cache.layout import Layout
 from kvjax.cache.packing import pack, resize
-from kvjax.cache.pool import PAGE_SIZE, append_token, empty_layer, pages_for, rows, write
+from kvjax.cache.pool import PAGE_SIZE, append_token, empty_layer, keys_and_values, pages_for, write
 from kvjax.cache.quantisation import Storage
 from pallas_kernels.softmax import NEG
 
@@ -38,7 +38,7 @@ def filled(rng, batch: int, pages: tuple[int, ...], dim: int, lengths=None, dtyp
 @given(pages=RAGGED, seed=st.integers(0, 1000))
 def test_packing_and_reading_back_is_bitwise(pages, seed):
     cache, k, v = filled(np.random.default_rng(seed), 2, pages, 4)
-    back_k, back_v = rows(cache)
+    back_k, back_v = keys_and_values(cache)
     for head, slots in enumerate(cache.slots):
         assert (back_k[:, head, :slots] == k[:, head, :slots]).all()
         assert (back_v[:, head, :slots] == v[:, head, :slots]).all()
@@ -51,7 +51,7 @@ def test_packing_and_reading_back_is_bitwise(pages, seed):
 def test_growing_keeps_contents_and_adds_zeros(pages, extra, seed):
     cache, k, _ = filled(np.random.default_rng(seed), 1, pages, 4)
     bigger = resize(cache, tuple(n + extra for n in pages))
-    back, _ = rows(bigger)
+    back, _ = keys_and_values(bigger)
     for head, slots in enumerate(cache.slots):
         assert (back[:, head, :slots] == k[:, head, :slots]).all()
         assert not back[:, head, slots:].any()
@@ -63,7 +63,7 @@ def test_writes_reach_their_slots_and_rows_that_are_not_valid_nothing():
     new = jnp.full((3, 2, 2, 4), 9.0)
     slots = jnp.asarray([[[40, 3], [31, 0]]] * 3)
     written = write(cache, new, -new, slots, jnp.asarray([True, False, True])[:, None, None])
-    back_k, back_v = rows(written)
+    back_k, back_v = keys_and_values(written)
     k[[0, 2], 0, 40] = k[[0, 2], 0, 3] = k[[0, 2], 1, 31] = k[[0, 2], 1, 0] = 9.0
     assert (back_k[:, 0] == k[:, 0]).all() and (back_k[:, 1, :32] == k[:, 1, :32]).all()
     assert back_v[0, 0, 40, 0] == -9.0 and (back_v[1, 0, :64] == v[1, 0, :64]).all()

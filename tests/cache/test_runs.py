@@ -13,7 +13,16 @@ from kvjax.cache import runs
 from kvjax.cache.layout import Layout
 from kvjax.cache.packing import resize, store
 from kvjax.cache.page_sharding import PageSharding
-from kvjax.cache.pool import append_token, by_head, by_page, empty_layer, mark_rows, read_slots, rows, stored_rows
+from kvjax.cache.pool import (
+    append_token,
+    by_head,
+    by_page,
+    empty_layer,
+    keys_and_values,
+    mark_by_head,
+    read_slots,
+    stored_keys_and_values,
+)
 from kvjax.cache.pool_sharding import shard, unshard
 from kvjax.cache.quantisation import Storage
 
@@ -65,8 +74,8 @@ def filled(storage: Storage, pages: tuple[int, ...] = (3, 3, 3)):
 
 
 def assert_holds(pool, k: np.ndarray, v: np.ndarray, lengths: np.ndarray, atol: float) -> None:
-    found_k, found_v = (np.asarray(x) for x in rows(pool))
-    places = np.asarray(mark_rows(pool, "position"))
+    found_k, found_v = (np.asarray(x) for x in keys_and_values(pool))
+    places = np.asarray(mark_by_head(pool, "position"))
     assert (np.asarray(pool.length) == lengths).all()
     for row, head in np.ndindex(lengths.shape):
         count = lengths[row, head]
@@ -85,7 +94,7 @@ def test_a_pool_gives_back_what_it_was_given(kind, storage):
     assert_holds(resize(pool, (5, 5, 5)), k, v, LENGTHS, atol)
     numbers = np.asarray(by_head(pool, pool.marks["position"]))
     assert (np.asarray(by_page(pool, jnp.asarray(numbers))) == np.asarray(pool.marks["position"])).all()
-    assert stored_rows(pool)[0].shape == (3, 3, 28, 8)
+    assert stored_keys_and_values(pool)[0].shape == (3, 3, 28, 8)
 
 
 def test_tokens_are_written_where_they_belong_and_nowhere_else():

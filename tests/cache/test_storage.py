@@ -1,4 +1,4 @@
-"""int8 rows: how far they are from the real ones, what is clipped, and that every policy runs on them."""
+"""int8 keys and values: how far they are from the real ones, what is clipped, and that every policy runs on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import kvjax
 from kvjax.cache.attention import decode_attention
 from kvjax.cache.continuation import concatenate
 from kvjax.cache.packing import store
-from kvjax.cache.pool import append_token, empty_layer, read_slots, rows
+from kvjax.cache.pool import append_token, empty_layer, keys_and_values, read_slots
 from kvjax.cache.quantisation import LEVELS, Storage, parse_storage
 from kvjax.cache.regions import put_pages, take_pages
 from kvjax.errors import UsageError
@@ -43,7 +43,7 @@ def random_rows(seed, tokens=50):
 def test_a_row_is_within_half_a_level_of_itself(seed, used):
     k, v = random_rows(seed)
     length = np.array([[50, used], [used, 50]])
-    got_k, got_v = (np.asarray(x) for x in rows(stored(k, v, length)))
+    got_k, got_v = (np.asarray(x) for x in keys_and_values(stored(k, v, length)))
     for b, h in np.ndindex(2, 2):
         n = length[b, h]
         norm = np.hypot(k[b, h, :n, :4], k[b, h, :n, 4:]).max(axis=0)
@@ -99,7 +99,7 @@ def test_packing_again_changes_no_stored_number_unless_something_larger_comes_in
     k, v = random_rows(2)
     length = jnp.full((2, 2), 50)
     cache = stored(k, v, length)
-    again = store(cache, *rows(cache), length, cache.pages)
+    again = store(cache, *keys_and_values(cache), length, cache.pages)
     same_bits = lambda a, b: (np.asarray(a) == np.asarray(b)).all()  # noqa: E731
     assert same_bits(again.kv.k, cache.kv.k) and same_bits(again.kv.v, cache.kv.v)
     region, first = take_pages(cache, jnp.int32(1), jnp.int32(3), 20)
@@ -115,7 +115,7 @@ def test_attention_reads_int8_rows_as_the_numbers_they_stand_for(pages):
     length = jnp.asarray([[50, 33], [1, 50]])
     cache = stored(k / 10, v, length, pages)
     plain = empty_layer(2, pages, 8, jnp.float32)
-    plain = store(plain, *rows(cache), length, pages)
+    plain = store(plain, *keys_and_values(cache), length, pages)
     q = jnp.asarray(np.random.default_rng(4).standard_normal((2, 2, 3, 8)), jnp.float32)
     got, logits = decode_attention(q, cache, scale=0.3, with_logits=True)
     wanted, wanted_logits = decode_attention(q, plain, scale=0.3, with_logits=True)

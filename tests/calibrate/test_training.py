@@ -136,7 +136,7 @@ jax.tree_util.register_static(Inputs)
 @pytest.mark.slow
 def test_tokens_are_scored_as_kvzip_marks_them_and_each_prompt_as_alone():
     import kvjax
-    from kvjax.cache.pool import mark_rows
+    from kvjax.cache.pool import mark_by_head
 
     lm = toys.tiny_model()
     policy = as_told(lm, KVzip(budget=200, chunk=32))
@@ -151,7 +151,7 @@ def test_tokens_are_scored_as_kvzip_marks_them_and_each_prompt_as_alone():
         np.testing.assert_allclose(alone[1][0], scores[row], atol=1e-5)
         cache = kvjax.generate(lm, ids, policy=policy, max_new_tokens=1).cache
         for layer in range(lm.config.num_layers):
-            marks = np.asarray(mark_rows(cache.layers[layer], "repeated"))[0][:, places]
+            marks = np.asarray(mark_by_head(cache.layers[layer], "repeated"))[0][:, places]
             np.testing.assert_allclose(scores[row, layer], marks, rtol=1e-4, atol=1e-6)
             np.testing.assert_allclose(hidden[row, layer], read[layer][row, places], atol=1e-5)
 

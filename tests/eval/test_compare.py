@@ -120,7 +120,7 @@ def test_whatever_is_asked_of_a_replayed_prompt_is_there(lm, name):
 def valid_keys(layer) -> np.ndarray:
     """Keys of the slots in use, zeros elsewhere."""
     batch, _, _, dim = layer.kv.shape
-    keys = np.asarray(layer.kv.key_rows()).reshape(batch, len(layer.pages), -1, dim)
+    keys = np.asarray(layer.kv.keys()).reshape(batch, len(layer.pages), -1, dim)
     used = np.arange(keys.shape[2]) < np.asarray(layer.length)[..., None]
     return np.where(used[..., None], keys, 0)
 

@@ -167,7 +167,7 @@ def test_of_masses_alone(chunk):
         run(weight=jnp.ones((2, 3)))
     with pytest.raises(ValueError, match=re.escape("onto.new is float32[2, 2, 2, 3]; give")):
         run(onto=Masses(zeros[..., :3], None))
-    with pytest.raises(ValueError, match="kept rows and the masses they are added to"):
+    with pytest.raises(ValueError, match="kept tokens and the masses they are added to"):
         run(onto=Masses(zeros, None), kept=chunk.kept)
     with pytest.raises(ValueError, match=re.escape("onto.kept is float32[2, 2, 2, 320]; give")):
         run(onto=Masses(zeros, zeros), kept=chunk.kept)

@@ -23,7 +23,7 @@ def test_rows_in_parts(monkeypatch, head_dim, batch, total, x64):
             empty = Stacked.zeros(batch, total, 8, 80, jnp.bfloat16, 128)
         laid = jax.jit(lambda k, v: empty.of_rows(k, v))(k, v)
     assert laid.kv.dtype == jnp.bfloat16 and laid.kv.shape == empty.kv.shape
-    for got, want in ((laid.key_rows(), k), (laid.value_rows(), v)):
+    for got, want in ((laid.keys(), k), (laid.values(), v)):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(want.astype(jnp.bfloat16)))
     if head_dim == 80:
         assert not np.asarray(laid.kv[..., 80:]).any()

@@ -16,7 +16,7 @@ class TestXla(PrefillBase):
         return jax.jit(xla.prefill)(problem)
 
     def test_rows_that_a_batch_shares(self, monkeypatch):
-        monkeypatch.setenv("KVJAX_NATIVE", "0")  # shared rows are not the form's own
+        monkeypatch.setenv("KVJAX_NATIVE", "0")  # shared tokens are not the form's own
         super().test_rows_that_a_batch_shares()
 
 
@@ -33,7 +33,7 @@ def test_a_bias_by_place_counts_for_keys_and_kept_rows():
     def alibi(keys):
         return slope * (keys[:, :, None] - (30 + jnp.arange(16))[:, None])
 
-    problem = dataclasses.replace(problem, kept=dataclasses.replace(problem.kept, place=place), bias=alibi)
+    problem = dataclasses.replace(problem, kept=dataclasses.replace(problem.kept, position=place), bias=alibi)
     got, want = _call(problem, bias=alibi), reference.prefill(problem)
     np.testing.assert_allclose(got.out, want[0], atol=1e-5)
     np.testing.assert_allclose(got.lse, want[1], atol=1e-5)

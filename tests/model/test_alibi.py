@@ -13,7 +13,7 @@ import toys
 from support import bloom_oracle, tiny
 
 import kvjax
-from kvjax.cache.pool import mark_rows
+from kvjax.cache.pool import mark_by_head
 from kvjax.checkpoints.load import load
 from kvjax.policies import Full, StreamingLLM, parse
 from kvjax.runtime.decode import forward_step
@@ -47,7 +47,7 @@ def kept(cache, row: int) -> list[list[list[int]]]:
     """Positions in the valid slots of each layer and head, in slot order."""
     found = []
     for layer in cache.layers:
-        positions, length = np.asarray(mark_rows(layer, "position"))[row], np.asarray(layer.length)[row]
+        positions, length = np.asarray(mark_by_head(layer, "position"))[row], np.asarray(layer.length)[row]
         found.append([positions[head, :count].tolist() for head, count in enumerate(length)])
     return found
 

@@ -11,11 +11,11 @@ import pytest
 import toys
 from support import bloom_oracle
 
-from kvjax.cache.attention import decode_attention, kept_rows
+from kvjax.cache.attention import decode_attention, kept_tokens
 from kvjax.cache.buckets import block_of
 from kvjax.cache.groups import HeadGroups
 from kvjax.cache.packing import store
-from kvjax.cache.pool import LayerCache, by_head, empty_layer, mark_rows, rows
+from kvjax.cache.pool import LayerCache, by_head, empty_layer, keys_and_values, mark_by_head
 from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.model.alibi import query_bias, slopes
 from kvjax.model.decoder import random_decoder
@@ -60,8 +60,8 @@ def test_decode_is_softmax_with_a_bias_for_every_slots_distance(pages, first, st
     out, logits = decode_attention(
         jnp.asarray(q), cache, scale=0.4, slopes=slopes(CONFIG), position=jnp.asarray(query), with_logits=True
     )
-    k, v = (np.asarray(x, np.float64) for x in rows(cache))
-    position, given = np.asarray(mark_rows(cache, "position")), np.asarray(by_head(cache, logits))
+    k, v = (np.asarray(x, np.float64) for x in keys_and_values(cache))
+    position, given = np.asarray(mark_by_head(cache, "position")), np.asarray(by_head(cache, logits))
     for row in range(2):
         scores = 0.4 * np.einsum("hgd,hcd->hgc", q[row], k[row])
         valid = np.arange(k.shape[2]) < length[row][:, None]
@@ -93,9 +93,9 @@ def test_heads_in_groups_have_their_own_slopes():
     np.testing.assert_allclose(
         decode_attention(q, layer, **given)[0], decode_attention(q, cache, **given)[0], atol=1e-6
     )
-    whole, split = (kept_rows(x, 32, jnp.asarray([100])) for x in (cache, layer))
-    np.testing.assert_array_equal(whole.place, split.place)
-    assert kept_rows(cache, 32).place is None
+    whole, split = (kept_tokens(x, 32, jnp.asarray([100])) for x in (cache, layer))
+    np.testing.assert_array_equal(whole.position, split.position)
+    assert kept_tokens(cache, 32).position is None
 
 
 def test_queries_of_a_model_with_rotary_embedding_have_no_bias():
@@ -147,7 +147,7 @@ def test_signals_count_attention_with_the_bias(later):
     layer = random_decoder(dataclasses.replace(CONFIG, num_layers=1)).layers[0]
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, tokens, CONFIG.hidden_size)), jnp.float32)
     cache = filled((2, 2), np.array([[40, 33]]))
-    kept = kept_rows(cache, 64, jnp.asarray([seen])) if later else None
+    kept = kept_tokens(cache, 64, jnp.asarray([seen])) if later else None
     array = jnp.asarray([seen]), jnp.asarray([count]), jnp.asarray([count - window])
     collector = SignalCollector(Signals(window=window, columns=True), CONFIG, *array, jnp.asarray([0.2]), window)
     _, new_k, _, signals = read_layer(
@@ -157,8 +157,8 @@ def test_signals_count_attention_with_the_bias(later):
     k = np.asarray(new_k, np.float64)[0]
     position = np.broadcast_to(seen + np.arange(tokens), k.shape[:2])
     if later:
-        slots, _ = rows(cache)
-        places = np.asarray(mark_rows(cache, "position"))[0]
+        slots, _ = keys_and_values(cache)
+        places = np.asarray(mark_by_head(cache, "position"))[0]
         # Slots that hold nothing are where no query can see them.
         places = np.where(np.arange(64) < np.array([[40], [33]]), places, 10**6)
         k, position = np.concatenate([slots[0], k], axis=1), np.concatenate([places, position], axis=1)

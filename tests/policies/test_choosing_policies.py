@@ -11,7 +11,7 @@ import toys
 from support import oracles
 
 import kvjax
-from kvjax.cache.pool import rows
+from kvjax.cache.pool import keys_and_values
 from kvjax.policies import (
     NACL,
     ChunkKV,
@@ -73,7 +73,7 @@ def test_a_budget_that_covers_the_prompt_is_the_full_cache(policy, whole, endles
     for mine, full in zip(outputs, whole, strict=True):
         assert mine.tokens == full.tokens and mine.stats.retained == full.stats.retained
     for layer, full in zip(outputs[0].cache.layers, whole[0].cache.layers, strict=True):
-        for mine, reference in zip(rows(layer), rows(full), strict=True):
+        for mine, reference in zip(keys_and_values(layer), keys_and_values(full), strict=True):
             np.testing.assert_array_equal(mine[:, :, :200], reference[:, :, :200])
 
 

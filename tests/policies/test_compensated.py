@@ -15,7 +15,7 @@ from support.oracles import same_caches
 
 import kvjax
 from kvjax.cache.attention import decode_attention
-from kvjax.cache.pool import mark_rows, rows
+from kvjax.cache.pool import keys_and_values, mark_by_head
 from kvjax.errors import UsageError
 from kvjax.policies.compensated import CompensatedRing
 from kvjax.runtime.compilation import compile_clock
@@ -82,7 +82,7 @@ def assert_is(driver: Driver, row: int, head: int, oracle: OracleHead, own: list
     """The head holds the oracle's tokens and mean, and attends as [5]; ``own`` are the row's tokens in ``k``."""
     cache, first = driver.cache, int(driver.policy.compensation)
     length = int(cache.length[row, head])
-    stored_k, stored_v = (np.asarray(x)[row, head, :length] for x in rows(cache))
+    stored_k, stored_v = (np.asarray(x)[row, head, :length] for x in keys_and_values(cache))
     table = {k[row, head, token].tobytes(): number for number, token in enumerate(own)}
     assert sorted(table[slot.tobytes()] for slot in stored_k[first:]) == oracle.sinks + oracle.recent
     if first:
@@ -303,7 +303,7 @@ def test_positions_are_the_tokens_own():
     driver.cache = driver.cache.replace(marks={"position": jnp.zeros(driver.cache.kv.shape[:3], jnp.int32)})
     driver.read(k[:, :, :50], v[:, :, :50], 50).decode(k[:, :, 50:70], v[:, :, 50:70])
     driver.read(k[:, :, 70:80], v[:, :, 70:80], 10).decode(k[:, :, 80:], v[:, :, 80:])
-    position = np.asarray(mark_rows(driver.cache, "position"))[0]
+    position = np.asarray(mark_by_head(driver.cache, "position"))[0]
     for head, tokens in enumerate(driver.kept(k)):
         assert position[head, : len(tokens)].tolist() == tokens
 

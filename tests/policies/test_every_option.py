@@ -19,7 +19,7 @@ from support.filters import random_filters
 from support.scorers import random_gates, random_scorer, random_statistics
 
 import kvjax
-from kvjax.cache.pool import rows
+from kvjax.cache.pool import keys_and_values
 from kvjax.errors import UsageError
 from kvjax.policies import KeyDiff, LagKV, Policy, RoundAttention, SnapKV, registry
 from kvjax.policies.parsing import options_of
@@ -205,7 +205,7 @@ def contents(policy: Policy, positional: str, whole: bool) -> Any:
     if whole:
         driver.decode(k[:, :, 40:46], v[:, :, 40:46], q=q[:, :, :, 40:46])
         driver.read(k[:, :, 46:], v[:, :, 46:], [12, 9], q=q[:, :, :, 46:])
-    held = rows(driver.cache)
+    held = keys_and_values(driver.cache)
     slots = np.arange(held[0].shape[2]) < np.asarray(driver.cache.length)[..., None]
     return tuple(np.where(slots[..., None], x, 0).tobytes() for x in held)
 

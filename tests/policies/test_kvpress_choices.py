@@ -18,7 +18,7 @@ import toys
 from support import kvpress_cases as cases
 
 import kvjax
-from kvjax.cache.pool import rows
+from kvjax.cache.pool import keys_and_values
 from kvjax.policies import Full, Policy, QFilters, parse
 from kvjax.policies.profile import FilterProfile, ModelShape
 from kvjax.text.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ def held(tmp_path_factory) -> Callable[[str, bool], Held]:
 
     def after(tokens: int, policy: Policy) -> Held:
         cache: Any = kvjax.generate(lm, cases.prompt(tokens), policy=policy, max_new_tokens=0).cache
-        pools = [[np.asarray(x)[0] for x in (*rows(layer), layer.length)] for layer in cache.by_layer()]
+        pools = [[np.asarray(x)[0] for x in (*keys_and_values(layer), layer.length)] for layer in cache.by_layer()]
         return [[(k[:count], v[:count]) for k, v, count in zip(*pool, strict=True)] for pool in pools]
 
     @functools.cache

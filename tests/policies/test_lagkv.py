@@ -17,7 +17,7 @@ from support.lagkv_cases import DIM, HEADS, LagCase, load_cases
 from support.lagkv_oracle import OracleHead
 
 import kvjax
-from kvjax.cache.pool import rows
+from kvjax.cache.pool import keys_and_values
 from kvjax.errors import UsageError
 from kvjax.policies import LagKV
 from kvjax.policies.lagkv import count_better, rank_descending
@@ -315,12 +315,12 @@ def test_rows_that_are_done_keep_their_cache_bit_for_bit():
     driver = Driver(policy, config_for(2, 4), 2, prompt_capacity=30, new_capacity=30).read(
         k[:, :, :30], v[:, :, :30], 30
     )
-    before = [np.asarray(x[1]) for x in rows(driver.cache)]
+    before = [np.asarray(x[1]) for x in keys_and_values(driver.cache)]
     length = np.asarray(driver.cache.length[1])
     active = np.zeros((30, 2), bool)
     active[:, 0] = True
     driver.decode(k[:, :, 30:], v[:, :, 30:], active)
-    after = [np.asarray(x[1]) for x in rows(driver.cache)]
+    after = [np.asarray(x[1]) for x in keys_and_values(driver.cache)]
     assert all((a == b).all() for a, b in zip(before, after, strict=True))
     assert (np.asarray(driver.cache.length[1]) == length).all() and driver.seen.tolist() == [60, 30]
 

@@ -16,7 +16,7 @@ from support.driver import config_for
 from support.scorers import random_scorer
 
 import kvjax
-from kvjax.cache.pool import mark_rows
+from kvjax.cache.pool import mark_by_head
 from kvjax.calibrate import load_profile, save_profile
 from kvjax.errors import UsageError
 from kvjax.policies import ChunkKV, CriticalKV, Learned
@@ -118,7 +118,7 @@ def test_marks_are_the_maps_of_what_attention_reads(changes):
         for number, layer in enumerate(layers):
             weights = profile.of_layer(number).astype(np.float64)
             wanted = np.exp(np.clip(weights[:, :-1] @ read[layer][row, : len(ids)].T + weights[:, -1:], -60, 10))
-            marks = np.asarray(mark_rows(output.cache.layers[layer], "learned"))[0, :, : len(ids)]
+            marks = np.asarray(mark_by_head(output.cache.layers[layer], "learned"))[0, :, : len(ids)]
             np.testing.assert_allclose(marks, wanted, rtol=2e-4)
 
 
@@ -145,7 +145,7 @@ def test_retrieval_heads_stay_and_the_others_are_scored_by_their_own_maps():
     full, others = output.cache.layers[0].groups
     assert int(full.length[0, 0]) >= 80
     # Layer 0 reads the same in both, so its heads keep the same tokens.
-    kept, wanted = (np.asarray(mark_rows(pool, "learned"))[0] for pool in (others, alone.cache.layers[0]))
+    kept, wanted = (np.asarray(mark_by_head(pool, "learned"))[0] for pool in (others, alone.cache.layers[0]))
     np.testing.assert_allclose(kept[:, :20], wanted[[0, 2], :20], rtol=1e-5)
 
 

@@ -14,7 +14,7 @@ from policies.test_adaptive import keydiff_scores
 from support.choosing import ChoosingHead, Lane, best
 
 import kvjax
-from kvjax.cache.pool import rows
+from kvjax.cache.pool import keys_and_values
 from kvjax.errors import UsageError
 from kvjax.policies import TOVA, AdaptiveHeads, ChunkKV, Compactor, KeyDiff, Merged, SnapKV, format_policy, parse
 
@@ -59,7 +59,7 @@ def assert_as_equation(events, *, threshold=0.0, heads=2, seed=0):
     tokens = sum(int(max(amount)) if kind == "read" else amount for kind, amount in events)
     policy = Merged(budget=BUDGET, threshold=threshold)
     lane = Lane(policy, batch, heads, 2, 4, tokens, seed).play(events)
-    values = np.asarray(rows(lane.driver.cache)[1])
+    values = np.asarray(keys_and_values(lane.driver.cache)[1])
     for row in range(batch):
         kept = lane.driver.kept(lane.k, row)
         for head in range(heads):
@@ -105,14 +105,16 @@ def test_it_keeps_the_inner_policys_keys_in_as_many_bytes(inner):
     ]
     sizes = [[x.nbytes for x in jax.tree.leaves(lane.driver.cache)] for lane in (merged, alone)]
     assert sizes[0] == sizes[1]
-    held = np.asarray(rows(merged.driver.cache)[1])
+    held = np.asarray(keys_and_values(merged.driver.cache)[1])
     for row, head in np.ndindex(2, 3):
         own, length = merged.v[row, head], int(merged.driver.cache.length[row, head])
         assert (held[row, head, :length] <= own.max(axis=0) + 1e-5).all()
         assert (held[row, head, :length] >= own.min(axis=0) - 1e-5).all()
-        assert (held[row, head, :length] != np.asarray(rows(alone.driver.cache)[1])[row, head, :length]).any()
+        assert (
+            held[row, head, :length] != np.asarray(keys_and_values(alone.driver.cache)[1])[row, head, :length]
+        ).any()
     same = lane_of(Merged(budget=BUDGET, inner=inner), v=lambda v: 0 * v + np.arange(1, 5, dtype=np.float32))
-    held, length = np.asarray(rows(same.driver.cache)[1]), np.asarray(same.driver.cache.length)
+    held, length = np.asarray(keys_and_values(same.driver.cache)[1]), np.asarray(same.driver.cache.length)
     np.testing.assert_allclose(held[np.arange(held.shape[2]) < length[..., None]] - np.arange(1, 5), 0, atol=1e-5)
 
 
@@ -122,7 +124,7 @@ def test_a_threshold_that_nothing_reaches_is_the_inner_policy():
 
 
 def values_of(lane):
-    return rows(lane.driver.cache)
+    return keys_and_values(lane.driver.cache)
 
 
 def test_a_row_equals_the_row_alone():

@@ -18,7 +18,7 @@ from support.decode_memory import decode_memory
 import kvjax
 from kvjax.cache.cache import Cache, next_layer
 from kvjax.cache.layout import Layout
-from kvjax.cache.pool import rows
+from kvjax.cache.pool import keys_and_values
 from kvjax.cache.quantisation import Storage
 from kvjax.engine.engine import Engine
 from kvjax.errors import DoesNotFit, UsageError
@@ -117,7 +117,7 @@ def play(events: list[tuple[str, Any]], floor: float, storage: str = "model", se
 def kept_tokens(cache: Cache, k: np.ndarray, row: int) -> dict[tuple[int, int], list[int]]:
     found = {}
     for layer, view in enumerate(cache.by_layer()):
-        stored = np.asarray(rows(view)[0])[row]
+        stored = np.asarray(keys_and_values(view)[0])[row]
         for head, length in enumerate(np.asarray(view.length)[row]):
             numbers = {k[row, layer, head, t].tobytes(): t for t in range(k.shape[3])}
             found[layer, head] = [numbers[slot.tobytes()] for slot in stored[head, :length]]
@@ -145,8 +145,8 @@ def test_int8_rows_hold_the_same_tokens():
     exact, _ = play(EVENTS[:1], 0.2)
     np.testing.assert_array_equal(small.layers[0].length, exact.layers[0].length)
     for one, other in zip(small.by_layer(), exact.by_layer(), strict=True):
-        held = np.arange(rows(one)[0].shape[2]) < np.asarray(one.length)[..., None]
-        for mine, wanted in zip(rows(one), rows(other), strict=True):
+        held = np.arange(keys_and_values(one)[0].shape[2]) < np.asarray(one.length)[..., None]
+        for mine, wanted in zip(keys_and_values(one), keys_and_values(other), strict=True):
             off = np.abs(np.where(held[..., None], mine - wanted, 0))
             assert off.max() < 0.06 * np.abs(np.where(held[..., None], wanted, 0)).max()
     assert exact.nbytes > 2 * small.nbytes
@@ -253,7 +253,7 @@ def test_a_decode_step_writes_the_pool_in_place(storage):
     config, policy = toys.tiny_config(num_layers=4, max_position=1 << 16), parse(MODEL_SCOPE)
     found, pool = decode_memory(config, policy, 2048, storage)
     assert found.alias_size_in_bytes >= pool
-    # Of int8 rows the scales of values are no part of what is donated, as in any pool.
+    # Of an int8 pool the scales of values are no part of what is donated, as in any pool.
     assert found.temp_size_in_bytes < 0.9 * pool, (found.temp_size_in_bytes, pool)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.driver import Driver, config_for, random_kv
 
-from kvjax.cache.pool import rows
+from kvjax.cache.pool import keys_and_values
 from kvjax.errors import UsageError
 from kvjax.model.rope import angles, rotate
 from kvjax.policies import StreamingLLM
@@ -84,7 +84,7 @@ def test_cache_positions_score_as_if_tokens_were_numbered_by_their_slot():
     policy = StreamingLLM(sink=sink, window=window, positions="cache")
     driver = Driver(policy, config, 1, prompt_capacity=64, new_capacity=8).read(k[:, :, :20], v[:, :, :20], 20)
     driver.decode(k[:, :, 20:], v[:, :, 20:])
-    stored, stored_v = (np.asarray(x)[0, 0, : sink + window] for x in rows(driver.cache))
+    stored, stored_v = (np.asarray(x)[0, 0, : sink + window] for x in keys_and_values(driver.cache))
     # The product: the query at its original position against the stored keys.
     q_cos, q_sin = angles(config, jnp.asarray([[seen - 1]]), jnp.asarray([seen]))
     scores = stored @ np.asarray(rotate(jnp.asarray(raw_q)[None], q_cos, q_sin))[0, 0]

@@ -18,7 +18,7 @@ import kvjax
 from kvjax.cache.attention import decode_attention
 from kvjax.cache.layout import Layout
 from kvjax.cache.packing import resize, store
-from kvjax.cache.pool import append_token, empty_layer, read_slots, rows, with_key_channels
+from kvjax.cache.pool import append_token, empty_layer, keys_and_values, read_slots, with_key_channels
 from kvjax.cache.quantisation import Storage
 from kvjax.cache.regions import put_pages, take_pages
 from kvjax.errors import UsageError
@@ -112,7 +112,7 @@ def assert_pool_holds_only_its_channels(layout, kind, by_row=False):
         queries = q if pool.channels is not None else q * held[:, :, 0]
         out, logits = decode_attention(queries[:, :, None], pool, scale=0.3, with_logits=True)
         there = (jnp.arange(80) < pool.length[..., None])[..., None]
-        both = [jnp.where(there, x[:, :, :80], 0) for x in rows(pool)]
+        both = [jnp.where(there, x[:, :, :80], 0) for x in keys_and_values(pool)]
         both[0], first_k = (x * m for x, m in ((both[0], held), (read_slots(pool, lengths - 1)[0], held[:, :, 0])))
         found.append([*both, first_k, out, logits.max(axis=(1, 3))])
     for a, b in zip(*found, strict=True):
@@ -187,11 +187,11 @@ def test_kept_keys_are_the_prompts_own():
     lm, ids = toys.tiny_model(num_layers=1), [5 * i % 83 for i in range(90)]
     cut = kvjax.generate(lm, ids, policy=ThinK(channels=0.5), max_new_tokens=0).cache.pools[0]
     full = kvjax.generate(lm, ids, max_new_tokens=0).cache.pools[0]
-    found, want = (np.asarray(rows(pool)[0])[:, :, :90] for pool in (cut, full))
+    found, want = (np.asarray(keys_and_values(pool)[0])[:, :, :90] for pool in (cut, full))
     held = np.zeros((1, found.shape[1], 1, found.shape[3]), bool)
     np.put_along_axis(held, np.asarray(cut.channels)[:, :, None], True, axis=-1)
     np.testing.assert_array_equal(found, np.where(held, want, 0))
-    np.testing.assert_array_equal(*(np.asarray(rows(pool)[1])[:, :, :90] for pool in (cut, full)))
+    np.testing.assert_array_equal(*(np.asarray(keys_and_values(pool)[1])[:, :, :90] for pool in (cut, full)))
 
 
 @pytest.mark.slow

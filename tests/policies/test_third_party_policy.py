@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.pool import mark_rows
+from kvjax.cache.pool import mark_by_head
 from kvjax.eval.entries import entries
 from kvjax.policies import Policy, format_policy, parse, register, registry
 from kvjax.policies.base import numpy_or_jax, per_head, selection
@@ -45,7 +45,7 @@ def positions(cache) -> list[list[int]]:
     """Positions in the slots of the first KV head, of each layer."""
     found = []
     for layer in cache.layers:
-        found.append(np.asarray(mark_rows(layer, "position"))[0, 0, : int(layer.length[0, 0])].tolist())
+        found.append(np.asarray(mark_by_head(layer, "position"))[0, 0, : int(layer.length[0, 0])].tolist())
     return found
 
 

@@ -9,7 +9,7 @@ import pytest
 from support.round_talks import BELOW
 
 import kvjax
-from kvjax.cache.pool import rows
+from kvjax.cache.pool import keys_and_values
 from kvjax.policies import RoundAttention
 
 
@@ -29,7 +29,7 @@ def test_a_history_is_the_conversation_that_was_held(lm):
     assert read.seen.item() == len(whole) == read.prefix[0].tokens + sum(part.tokens for part in read.rounds[0])
     cache = kvjax.generate(lm, whole, max_new_tokens=0).cache
     for layer, held in enumerate(cache.layers[BELOW:]):
-        k, v = (np.asarray(x)[0] for x in rows(held))
+        k, v = (np.asarray(x)[0] for x in keys_and_values(held))
         for part in read.rounds[0]:
             found = np.asarray(part.upper.kv)[layer, :, :, : part.tokens]
             np.testing.assert_allclose(found[0], k[:, part.start : part.start + part.tokens], atol=1e-5)

@@ -15,7 +15,7 @@ from support.rounds_oracle import dense_layers
 
 import kvjax
 from kvjax.cache.buckets import MEDIUM, RESERVE
-from kvjax.cache.pool import rows
+from kvjax.cache.pool import keys_and_values
 from kvjax.policies import RoundAttention
 
 
@@ -124,7 +124,7 @@ def test_an_inner_policy_compresses_each_round_by_itself(lm, everything, inner):
             wanted = kept_tokens(inner, layers[layer], head, 4)
             assert part.held[layer, head] == len(wanted)
             if layer < BELOW:
-                found = np.asarray(rows(other.cache.lower.layers[layer])[0])[0, head, 4 : 4 + len(wanted)]
+                found = np.asarray(keys_and_values(other.cache.lower.layers[layer])[0])[0, head, 4 : 4 + len(wanted)]
             else:
                 found = np.asarray(part.upper.kv)[layer - BELOW, 0, head, : len(wanted)]
             np.testing.assert_allclose(found, layers[layer].k[head][wanted], atol=2e-4)

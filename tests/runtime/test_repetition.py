@@ -10,7 +10,7 @@ import pytest
 import toys
 
 import kvjax
-from kvjax.cache.pool import rows as slots
+from kvjax.cache.pool import keys_and_values as slots
 from kvjax.model.alibi import slopes
 from kvjax.model.rope import angles, apply_rope
 from kvjax.policies.base import Policy

@@ -110,7 +110,7 @@ def oracle(p: Problem) -> Decoded:
     """A softmax in float64, head by head, of the slots that a list of each head's pages says are its own."""
     batch, heads, group, _ = p.q.shape
     total, size = p.pages.shape[1:3]
-    k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in (p.pages.key_rows(), p.pages.value_rows()))
+    k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in (p.pages.keys(), p.pages.values()))
     first = np.broadcast_to(np.asarray(p.first_page), (batch, heads))
     out, lse = np.zeros((batch, heads, group, p.pages.shape[3])), np.full((batch, heads, group), NEG)
     logits = np.full((batch, total, group, size), NEG)

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.pool import LayerCache, rows
+from kvjax.cache.pool import LayerCache, keys_and_values
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Policy
 from kvjax.policies.signals import Mass, PromptSignals, QueryStats
@@ -97,7 +97,7 @@ def _mass(cache: LayerCache, q: Any, k: Any, counted: np.ndarray, scale: np.ndar
     visible = np.broadcast_to(np.arange(tokens) <= np.arange(tokens)[:, None], logits.shape)
     logits, slots = logits * scale[:, None, None, None, None], 0
     if not fresh:
-        old = np.asarray(rows(cache)[0], np.float64)
+        old = np.asarray(keys_and_values(cache)[0], np.float64)
         slots = old.shape[2]
         before = np.einsum("bhgtd,bhsd->bhgts", q.astype(np.float64), old) * scale[:, None, None, None, None]
         if cache.log_mass is not None:

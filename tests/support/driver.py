@@ -13,7 +13,7 @@ import toys
 from support.dense import dense_signals
 
 from kvjax.cache.attention import decode_attention
-from kvjax.cache.pool import LayerCache, rows
+from kvjax.cache.pool import LayerCache, keys_and_values
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Policy, PromptChunk, Step
 from kvjax.policies.page_capacities import page_capacities
@@ -90,7 +90,7 @@ class Driver:
 
     def kept(self, k: np.ndarray, row: int = 0) -> list[list[int]]:
         """Token numbers in the slots of each head, in slot order; the rows must be bitwise those of ``k``."""
-        stored, _ = rows(self.cache)
+        stored, _ = keys_and_values(self.cache)
         result = []
         for head in range(stored.shape[1]):
             length = int(self.cache.length[row, head])

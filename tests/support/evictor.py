@@ -14,7 +14,7 @@ import toys
 from support.eviction_oracle import NARROW, softmax
 
 from kvjax.cache.attention import decode_attention
-from kvjax.cache.pool import rows
+from kvjax.cache.pool import keys_and_values
 from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import PromptChunk, Step
@@ -88,7 +88,7 @@ class Evictor:
         declared = self.policy.signals
         scaled = np.asarray(self.policy.window_scale(self.config, jnp.asarray(total)))
         plain = np.full(self.batch, self.config.head_dim**-0.5)
-        kept, length = np.asarray(rows(self.cache)[0], np.float32), np.asarray(self.cache.length)
+        kept, length = np.asarray(keys_and_values(self.cache)[0], np.float32), np.asarray(self.cache.length)
 
         def mass(first, scale):
             on_kept, on_new = masses(q, k, kept, length, first, count, scale)
@@ -113,7 +113,7 @@ class Evictor:
 
     def kept(self, k: np.ndarray, row: int = 0) -> list[list[int]]:
         """Numbers of the tokens each head still attends to, sorted; the stored keys must be those of ``k``, bitwise."""
-        stored = np.asarray(rows(self.cache)[0])
+        stored = np.asarray(keys_and_values(self.cache)[0])
         result = []
         for head in range(stored.shape[1]):
             length, following = int(self.cache.length[row, head]), int(self.cache.next[row, head])

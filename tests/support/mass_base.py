@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels.attention_mass import Masses, reference
 from pallas_kernels.attention_mass.mass_problem import Counting, Problem
-from pallas_kernels.rows import Rows
+from pallas_kernels.kept_tokens import KeptTokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +62,13 @@ def build(case: Case, seed: int = 0) -> tuple[Problem, Counting]:
     return problem, Counting(lse, jnp.asarray(weight) if case.weighted else None, onto)
 
 
-def _kept(case: Case, normal: Any, rng: np.random.Generator) -> Rows:
+def _kept(case: Case, normal: Any, rng: np.random.Generator) -> KeptTokens:
     shape = (len(case.offset), case.heads, 2 * case.block, case.head_dim)
     length = np.resize(case.kept, shape[:2]).astype(np.int32)
     k, v = (jnp.asarray(normal(*shape)).astype(case.dtype) for _ in range(2))
-    return Rows(k, v, jnp.asarray(length), jnp.asarray(rng.uniform(0, 4, shape[:2]), jnp.float32), None, case.block)
+    return KeptTokens(
+        k, v, jnp.asarray(length), jnp.asarray(rng.uniform(0, 4, shape[:2]), jnp.float32), None, case.block
+    )
 
 
 class MassBase:

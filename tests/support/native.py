@@ -26,7 +26,7 @@ SETS = {"here": (), "avx2": ("-march=x86-64-v3",)}
 
 @st.composite
 def chunk_sizes(draw: st.DrawFn) -> dict[str, Any]:
-    """Sizes of a chunk of queries at any places, among them none that see a key, with kept rows or without."""
+    """Sizes of a chunk of queries at any places, among them none that see a key, with kept tokens or without."""
     heads, rows = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     queries, keys = draw(st.integers(1, 150)), 64 * draw(st.integers(1, 6))
     return {

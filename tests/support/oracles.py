@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.cache import materialised
-from kvjax.cache.pool import rows
+from kvjax.cache.pool import keys_and_values
 from kvjax.runtime.prefill import logits_of
 
 _ROOM = 256
@@ -42,7 +42,7 @@ def live(cache) -> list[np.ndarray]:
     found = []
     for layer in materialised(cache).layers:
         lengths = np.asarray(layer.length)[0]
-        for x in rows(layer):
+        for x in keys_and_values(layer):
             found += [np.asarray(x)[0, head, :length] for head, length in enumerate(lengths)]
     return found
 

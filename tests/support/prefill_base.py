@@ -147,7 +147,7 @@ class PrefillBase:
         got = with_shared(whole, self.run(whole), one, None)
         wanted = [reference.prefill(dataclasses.replace(whole, kept=kept)) for kept in (whole.kept, everywhere, None)]
         (out, lse), (other, mass), (own, own_mass) = ([np.asarray(x, np.float64) for x in each] for each in wanted)
-        # The second and third differ by the shared rows alone.
+        # The second and third differ by the shared tokens alone.
         alone = mass + np.log(-np.expm1(np.minimum(own_mass - mass, -1e-12)))
         shared = (other - own * np.exp(own_mass - mass)[..., None]) * np.exp(mass - alone)[..., None]
         total = np.logaddexp(lse, alone)

@@ -124,7 +124,7 @@ def case(name: str, shape: Shape, implementation: str, platforms: tuple[str, ...
         "ragged_decode",
         functools.partial(_step, shape=shape, implementation=implementation, options=options),
         (pages, shape.arrays()),
-        cache_bytes=shape.batch * shape.total * shape.page_size * pages.row_nbytes,
+        cache_bytes=shape.batch * shape.total * shape.page_size * pages.slot_nbytes,
         platforms=platforms,
         **keywords,
     )
@@ -142,7 +142,7 @@ def _tpu(name: str, shape: Shape, rows: int = 0, **keywords: Any) -> Case:
         own = TpuConfig.default(kind, shape.page_size, row_lanes(problem) // 2, pages.dtype)
         config = keywords["options"]["config"] if rows else own
         count, _, strips = fit(config, problem, kind)
-        block_bytes[target] = count * shape.page_size * pages.row_nbytes * blocks_together(config, problem) // strips
+        block_bytes[target] = count * shape.page_size * pages.slot_nbytes * blocks_together(config, problem) // strips
     return case(name, shape, "tpu", ("tpu",), block_bytes=block_bytes, **keywords)
 
 

@@ -113,7 +113,7 @@ def _footnote(
         if settings.mode == IN_VIEW
         else "The context was compressed first, and the question read after it."
     )
-    stored = "" if settings.storage == "model" else f" Rows are stored as {settings.storage}."
+    stored = "" if settings.storage == "model" else f" Keys and values are stored as {settings.storage}."
     prompts = prompt_tokens(lines)
     length = f" Prompts have {prompts}." if prompts else ""
     read = f" Text: {', '.join(files)}." if files else ""
