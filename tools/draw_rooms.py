@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 
 from kvjax.tables import Column, Table
-from tools.imports import imports
+from tools.imports import imports, modules
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "pictures" / "rooms.svg"
@@ -71,17 +71,36 @@ def pages(rooms: Mapping[str, str], room_of: Callable[[str], str]) -> dict[Path,
     assert pattern.search(old), f"{PAGE} has no markers for the table of rooms"
     return {
         PICTURE: picture(list(rooms), made),
-        PAGE: pattern.sub(lambda _: f"{_BEGIN}\n{table(rooms)}\n{_END}", old),
+        PAGE: pattern.sub(lambda _: f"{_BEGIN}\n{table(rooms, room_files(room_of))}\n{_END}", old),
     }
 
 
-def table(rooms: Mapping[str, str]) -> str:
-    """The rule as Markdown, from the top down."""
+def room_files(room_of: Callable[[str], str]) -> dict[str, list[str]]:
+    """The packages of each room, below ``kvjax/`` but for ``pallas_kernels``, and then its single modules."""
+    found: dict[str, set[str]] = {}
+    for module, path in modules(ROOT).items():
+        package, *below = path.relative_to(ROOT).parts
+        file = f"{package}/" if package != "kvjax" else below[0] if len(below) == 1 else f"{below[0]}/"
+        found.setdefault(room_of(module), set()).add(file)
+    return {room: sorted(files, key=lambda file: (not file.endswith("/"), file)) for room, files in found.items()}
+
+
+def table(rooms: Mapping[str, str], files: Mapping[str, list[str]]) -> str:
+    """The rule as Markdown, from the top down, with the files of each room."""
 
     def may_import(room: str) -> str:
         return "every room below" if rooms[room] == "*" else ", ".join(rooms[room].split()) or "nothing"
 
-    columns = [Column("room", "`{}`".format), Column("holds", HOLDS.__getitem__), Column("may import", may_import)]
+    def where(room: str) -> str:
+        beside = ", beside it" if room == "pallas_kernels" else ""
+        return ", ".join(f"`{file}`" for file in files[room]) + beside
+
+    columns = [
+        Column("room", "`{}`".format),
+        Column("holds", HOLDS.__getitem__),
+        Column("in `kvjax/`", where),
+        Column("may import", may_import),
+    ]
     return Table(columns, list(rooms)[::-1]).markdown()
 
 
