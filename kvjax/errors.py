@@ -114,7 +114,7 @@ def quoted(value: Any) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, with its article, as a sentence says it: "an int", "None"."""
+    """The kind of a value with its article, as a sentence says it: "an int", "None"."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 

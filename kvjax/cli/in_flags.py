@@ -30,8 +30,9 @@ def in_flags(sentence: str, given: Sequence[str]) -> str:
 
 
 def _flags(given: Sequence[str]) -> Iterator[tuple[str, str, str | None]]:
-    """Of each option of the command that these arguments name the keyword, its flag, and the flag that says no: empty
-    where there is none, None of what takes a value."""
+    """Yield, for each flag of the command named in ``given``: its keyword, the flag, and its negation ('' without one,
+    None where it takes a value).
+    """
     command = root_command()
     for word in given:
         command = getattr(command, "commands", {}).get(word)

@@ -134,7 +134,7 @@ def _goal(budget: str | None, loss: str | None) -> Goal:
 
     if budget is not None and loss is not None:
         raise UsageError("--budget and --loss ask for two things; give one of them.")
-    return Goal(inputs.byte_count(budget, "--budget"), None if loss is None else _share(loss))
+    return Goal(inputs.byte_count(budget, "--budget"), None if loss is None else _fraction(loss))
 
 
 def _within(
@@ -156,7 +156,7 @@ def _within(
     return within(lm, chosen, request, budget, tried)
 
 
-def _share(text: str) -> float:
+def _fraction(text: str) -> float:
     """``"1%"`` or ``"0.01"`` as 0.01."""
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)

@@ -171,7 +171,7 @@ class Comparison:
 
 
 def _broken_off(make: Callable[[], T]) -> T:
-    """What is made, unless Ctrl-C ends the wait: the model reads all samples in one program, which hears nothing."""
+    """Make it, and stop waiting at Ctrl-C: the model reads all samples in one program, which hears nothing."""
     return breakably(lambda: in_thread(make))
 
 

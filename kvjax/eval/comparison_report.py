@@ -44,7 +44,7 @@ def _numbers(row: Row, reference: Row | None) -> dict[str, Any]:
     for turn in TURNS:
         found[turn] = _pair(accuracy(row, turn))
     names = ("live_bytes", "allocated_bytes", "full_bytes", "prefill_tokens_per_second", "decode_tokens_per_second")
-    return found | {name: getattr(row, name) for name in names} | {"live_share": row.live_share}
+    return found | {name: getattr(row, name) for name in names} | {"live_share": row.live_fraction}
 
 
 def _pair(found: Estimate) -> dict[str, float | None]:

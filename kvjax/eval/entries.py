@@ -49,6 +49,11 @@ class Entry:
         return parse(f"{self.name}{joint}ratio={self.retained}")
 
 
+def entry_name(policy: str, retained: float | None) -> str:
+    """A policy with the fraction that it is to retain, for people."""
+    return policy if retained is None else f"{policy} at {retained:g}"
+
+
 def check_name(text: str) -> None:
     """Refuse a policy's text that is empty, or too long to be one."""
     if not 0 < len(text.strip()) <= len(text) <= _MOST_TEXT:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Colors told apart by most eyes, after Paul Tol's schemes: one for every policy there is. Lines after that are dashed.
+# Colors told apart by most eyes, after Paul Tol's schemes. Lines beyond these have them again, and are dashed.
 _COLORS = (
     *("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee7733", "#009988", "#882255", "#999933"),
     *("#332288", "#000000", "#ddaa99", "#77aadd"),
@@ -97,11 +97,11 @@ def _named(rows: Sequence[Row]) -> list[str]:
 
 def _accuracy_panel(axes: Axes, rows: Sequence[Row], names: Sequence[str], mode: str) -> None:
     lines: dict[str, list[tuple[float, Estimate]]] = {}
-    for row in sorted(rows, key=lambda row: row.live_share):
+    for row in sorted(rows, key=lambda row: row.live_fraction):
         if row.policy == REFERENCE:
             axes.axhline(accuracy(row, mode).mean, color=_GREY, linestyle="--", linewidth=1, label=REFERENCE)
         else:
-            lines.setdefault(row.policy, []).append((100 * row.live_share, accuracy(row, mode)))
+            lines.setdefault(row.policy, []).append((100 * row.live_fraction, accuracy(row, mode)))
     for number, name in enumerate(names):
         points = lines.pop(name, [])
         error_bars(axes, [x for x, _ in points], [found for _, found in points], name, number)
@@ -112,7 +112,7 @@ def _accuracy_panel(axes: Axes, rows: Sequence[Row], names: Sequence[str], mode:
     plain_axes(axes, "live cache, % of full", "accuracy")
     axes.set_ylim(-0.04, 1.04)
     axes.set_xscale("log", base=2)
-    least = min([row.live_share for row in rows], default=0.125)
+    least = min([row.live_fraction for row in rows], default=0.125)
     ticks = [tick for tick in (1.5625, 3.125, 6.25, 12.5, 25, 50, 100) if tick >= 80 * least]
     axes.set_xlim(80 * least, 110)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])

@@ -13,7 +13,7 @@ from kvjax.cache.quantisation import parse_storage
 from kvjax.checks import MOST_SEED, number, whole_number
 from kvjax.documents import NotADocument, parse_json, validated
 from kvjax.errors import KvjaxError, UsageError, cut
-from kvjax.eval.entries import REFERENCE, check_name, check_retained
+from kvjax.eval.entries import REFERENCE, check_name, check_retained, entry_name
 from kvjax.eval.ruler import find_task
 
 #: The tasks of a comparison unless others are named: one needle, one of several keys, all values of a key.
@@ -123,14 +123,14 @@ class Row:
     @property
     def name(self) -> str:
         """The policy with the fraction it retains, for people."""
-        return self.policy if self.retained is None else f"{self.policy} at {self.retained:g}"
+        return entry_name(self.policy, self.retained)
 
     def scored(self, mode: str) -> list[Scored]:
         """The groups of one mode."""
         return [group for group in self.answers if group.mode == mode]
 
     @property
-    def live_share(self) -> float:
+    def live_fraction(self) -> float:
         """Live bytes over those of a full cache."""
         return self.live_bytes / self.full_bytes if self.full_bytes else math.nan
 

@@ -170,9 +170,9 @@ def test_rows_of_a_comparison(compared):
         assert all(len(group.scores) == len(group.first) == 2 for group in row.answers)
         assert row.prefill_tokens_per_second > 0 and row.decode_tokens_per_second > 0
         assert 0 < row.compile_seconds < row.seconds
-    assert full.live_share == pytest.approx(1)
+    assert full.live_fraction == pytest.approx(1)
     # A ring keeps the size its first prompt gave it: half of 378 tokens of context, while 431 were seen.
-    assert ring.live_share == pytest.approx(0.5 * 378 / 431, abs=0.01)
+    assert ring.live_fraction == pytest.approx(0.5 * 378 / 431, abs=0.01)
     assert any("[3/3] streamingllm:window=9 at 0.5: " in line for line in said)
 
 

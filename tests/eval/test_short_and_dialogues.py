@@ -143,7 +143,7 @@ def test_choices_are_scored_under_every_cache(lm, folder, tmp_path):
     journal.close()
     full, other = lines(found, journal, caches, runner.refused)
     assert len(full.scored) == len(other.scored) == 6 and full.also is not None
-    assert full.live_share == 1 and other.live_share is not None and other.live_share < 0.6
+    assert full.live_fraction == 1 and other.live_fraction is not None and other.live_fraction < 0.6
     assert other.gap is not None and 0 <= full.score.mean <= 1 and full.decode_rate == 0 < full.read_rate
 
 

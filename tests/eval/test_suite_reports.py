@@ -137,7 +137,7 @@ def test_scores_worked_out_by_hand(tmp_path):
     # The other: a: (1 + 0 + 1) / 3, b: (0 + 1) / 2.
     assert other.score.mean == pytest.approx((2 / 3 + 0.5) / 2)
     assert other.gap.mean == pytest.approx(other.score.mean - full.score.mean) and full.gap is None
-    assert other.live_share == 0.5 and full.read_rate == pytest.approx(20 / 0.5) and full.decode_rate == 2 / 0.25
+    assert other.live_fraction == 0.5 and full.read_rate == pytest.approx(20 / 0.5) and full.decode_rate == 2 / 0.25
 
 
 def test_the_page_is_one_file(tmp_path):

@@ -67,7 +67,7 @@ def study_table(study: Study, rows: Sequence[Row]) -> Table:
         Column("p", lambda row: row.line.gap, lambda gap: f"{gap.p:.3f}", "-", right=True),
         Column("first token as full", "agrees", "{:.0%}".format, "-", right=True),
         Column("live", lambda row: row.line.mean(lambda answer: answer.live_bytes), human_bytes, "-", right=True),
-        Column("of full", lambda row: row.line.live_share, "{:.1%}".format, "-", right=True),
+        Column("of full", lambda row: row.line.live_fraction, "{:.1%}".format, "-", right=True),
         Column("prefill tokens/s", lambda row: row.line.read_rate, human_rate, right=True),
         Column("decode tokens/s", lambda row: row.line.decode_rate, human_rate, right=True),
     ]

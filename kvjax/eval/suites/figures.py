@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvjax.eval.entries import REFERENCE
+from kvjax.eval.entries import REFERENCE, entry_name
 from kvjax.eval.pictures import error_bars, plain_axes
 from kvjax.eval.results import Estimate
 from kvjax.eval.suites.scores import Line, prompt_tokens
@@ -34,9 +34,9 @@ def scores_figure(lines: Sequence[Line]) -> Figure:
             axes.axhline(100 * line.score.mean, color="#555555", linestyle="--", linewidth=1, label=REFERENCE)
     names = [name for name in dict.fromkeys(line.policy for line in answered) if name != REFERENCE]
     for number, name in enumerate(names):
-        mine = sorted((line for line in answered if line.policy == name), key=lambda line: line.live_share or 0)
+        mine = sorted((line for line in answered if line.policy == name), key=lambda line: line.live_fraction or 0)
         found = [Estimate(100 * line.score.mean, 100 * line.score.error) for line in mine]
-        error_bars(axes, [100 * (line.live_share or 0) for line in mine], found, name, number)
+        error_bars(axes, [100 * (line.live_fraction or 0) for line in mine], found, name, number)
     plain_axes(axes, "live cache, % of full", "score, %")
     _say_length(axes, answered)
     axes.set_ylim(-4, 104)
@@ -76,7 +76,7 @@ def _say_length(axes: Axes, lines: Sequence[Line]) -> None:
 
 
 def _name(line: Line) -> str:
-    return line.policy if line.retained is None else f"{line.policy} at {line.retained:g}"
+    return entry_name(line.policy, line.retained)
 
 
 def _color(number: int) -> str:

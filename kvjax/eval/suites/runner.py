@@ -14,7 +14,7 @@ from kvjax import progress
 from kvjax.checkpoints.digest import weights_digest
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import DoesNotFit, KvjaxError
-from kvjax.eval.entries import Entry, profile_of
+from kvjax.eval.entries import Entry, entry_name, profile_of
 from kvjax.eval.suites.asker import Asker
 from kvjax.eval.suites.data import digest_text
 from kvjax.eval.suites.hosts import Piece, Pieces, agree
@@ -232,4 +232,4 @@ class _Refused(KvjaxError):
 
 def describe(entry: Entry) -> str:
     """A cache by its name, for people."""
-    return entry.name if entry.retained is None else f"{entry.name} at {entry.retained:g}"
+    return entry_name(entry.name, entry.retained)

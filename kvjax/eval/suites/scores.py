@@ -50,7 +50,7 @@ class Line:
         return math.fsum(values) / len(values) if values else None
 
     @property
-    def live_share(self) -> float | None:
+    def live_fraction(self) -> float | None:
         """Live bytes over those of a full cache."""
         full = math.fsum(one.answer.full_bytes for one in self.scored)
         return math.fsum(one.answer.live_bytes for one in self.scored) / full if full else None
@@ -149,7 +149,7 @@ def as_data(line: Line, seed: int) -> dict[str, Any]:
         "live_bytes": line.mean(lambda answer: answer.live_bytes),
         "allocated_bytes": line.mean(lambda answer: answer.allocated_bytes),
         "full_bytes": line.mean(lambda answer: answer.full_bytes),
-        "live_share": line.live_share,
+        "live_share": line.live_fraction,
         "prefill_tokens_per_second": line.read_rate,
         "decode_tokens_per_second": line.decode_rate,
         "answers": [{"question": one.item.id, "score": one.score, "second score": one.also} for one in line.scored],

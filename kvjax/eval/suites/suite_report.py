@@ -62,7 +62,7 @@ def _main(lines: Sequence[Line]) -> Table:
         Column(
             "allocated", lambda line: line.mean(lambda answer: answer.allocated_bytes), human_bytes, "-", right=True
         ),
-        Column("of full", "live_share", "{:.1%}".format, "-", right=True),
+        Column("of full", "live_fraction", "{:.1%}".format, "-", right=True),
         Column("prefill tokens/s", "read_rate", human_rate, right=True),
         Column("decode tokens/s", "decode_rate", human_rate, right=True),
     ]
