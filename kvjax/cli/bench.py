@@ -92,7 +92,8 @@ def bench(
     started = starting.measure_startup(model, policies[0]) if startup else None
     lm = first_steps.load(model, dtype, compile_cache=compile_cache, weights=weights)
     sizes = {"batch": batches, "context": contexts, "prefill": prefills}
-    measurements.check_request(lm.config, rounds=rounds, steps=steps, long_steps=long_steps, **sizes)
+    with inputs.naming_flags("rounds", "steps", *sizes):
+        measurements.check_request(lm.config, rounds=rounds, steps=steps, long_steps=long_steps, **sizes)
     timed = _peer(peers, lm, steps, (rounds + 3) * steps)
     bench = measurements.Bench(lm, parsed, rounds=rounds, steps=steps, peer=timed, progress=say)
     result = bench_report.Measurements(
@@ -164,7 +165,7 @@ def start(
     Commands are timed as processes of their own, first with nothing compiled. Programs are counted with a toy model.
     """
     check_json(json)
-    whole_number("repetitions", repetitions, 1, 100)
+    whole_number("--repetitions", repetitions, 1, 100)
     policies = tuple(policy or ("full", "lagkv:ratio=0.5", "streamingllm:window=256", "h2o:ratio=0.5"))
     for each in policies:
         first_steps.check_policy(each)
@@ -197,7 +198,7 @@ def kernels(
     sizes = dict(heads=heads, group=group, head_dim=head_dim, dtype=dtype, sigma=sigma)
     means = (None if mean is None else inputs.integers(mean, "--mean")) or ((2048, 16384) if accelerated else (256,))
     batch = (16 if accelerated else 2) if batch is None else batch
-    whole_number("rounds", rounds, 1)
+    whole_number("--rounds", rounds, 1)
     problems = [inputs.problem_sizes(mean=mean, batch=batch, **sizes) for mean in means]
     reports = []
     for problem in problems:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvjax.checks import whole_number
+from kvjax.cli import inputs
 from kvjax.cli import options as flag
 from kvjax.cli.app import app
 from kvjax.errors import UsageError
@@ -57,7 +58,7 @@ def retrieval_heads(
     if picture:
         require_matplotlib()
     lm = first_steps.load(model, dtype, weights=weights)
-    with counting("layers") as shown:
+    with counting("layers") as shown, inputs.naming_flags("tokens", "repeats", "seed"):
         profile = score(lm, tokens=tokens, repeats=repeats, seed=seed, progress=shown.update)
     save_profile(profile, out)
     if picture:
@@ -130,7 +131,7 @@ def watershed(
     from kvjax.policies.profile_files import save_profile
 
     check_out(out)
-    whole_number("most", most, 1)
+    whole_number("--most", most, 1)
     whole_number("--least-rounds", least_rounds, 2)
     if picture is not None:
         require_matplotlib()
@@ -165,8 +166,8 @@ def qfilters(
     from kvjax.policies.profile_files import save_profile
 
     check_out(out)
-    whole_number("most", most, 1)
-    whole_number("tokens", tokens, 2)
+    whole_number("--most", most, 1)
+    whole_number("--tokens", tokens, 2)
     read = read_texts(texts)
     lm = first_steps.load(model, dtype, weights=weights)
     with counting("pieces") as shown:
@@ -194,7 +195,8 @@ def statistics(
     from kvjax.policies.profile_files import save_profile
 
     check_out(out)
-    check(tokens=tokens, most=most, sink=sink, seed=seed)
+    with inputs.naming_flags("tokens", "most", "sink", "seed"):
+        check(tokens=tokens, most=most, sink=sink, seed=seed)
     read = read_texts(texts)
     lm = first_steps.load(model, dtype, weights=weights)
     with counting("pieces") as shown:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvjax.checks import MOST_SEED, number, whole_number
+from kvjax.cli import inputs
 from kvjax.cli import options as flag
 from kvjax.cli.calibrate import Out, Texts, check_out, group, read_texts
 
@@ -147,4 +148,4 @@ def _draw(out: Path, losses: object, title: str, unit: str, levels: dict[str, fl
     from kvjax.calibrate.loss_curve import loss_curve
     from kvjax.files import write_atomically
 
-    write_atomically(out.with_suffix(".png"), loss_curve(losses, title, unit, levels))  # pyright: ignore[reportArgumentType]
+    write_atomically(out.with_suffix(".png"), loss_curve(losses, title, unit, levels))

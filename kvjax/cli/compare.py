@@ -74,7 +74,8 @@ def compare(
     for length in tokens:
         whole_number("--lengths", length, 1)
     named = inputs.names(tasks, "--tasks")
-    settings = Settings(model, "", named, samples, turns, storage, seed)  # refuses what makes no sense
+    with inputs.naming_flags("samples", "seed"):
+        settings = Settings(model, "", named, samples, turns, storage, seed)
     first_steps.check_results(out)
     lm = first_steps.load(model, dtype, compile_cache=compile_cache, weights=weights)
     return _run(lm, settings, chosen, sorted(set(tokens)), out, markdown)

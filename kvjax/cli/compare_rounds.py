@@ -69,11 +69,11 @@ def compare_rounds(
     names = list(DEFAULT) if policies == "all" else split_policies(policies)
     for name in names:
         round_policy(name)
-    for name, value in (("most", most), ("max_new_tokens", max_new_tokens), ("repeats", repeats)):
+    for name, value in (("--most", most), ("--max-new-tokens", max_new_tokens), ("--repeats", repeats)):
         whole_number(name, value, 1)
     counts = inputs.integers(rounds, "--rounds") or ()
     for count in counts:
-        whole_number("rounds", count, 2)
+        whole_number("--rounds", count, 2)
     if picture is not None:
         new_figure(1, 1)  # refuses without matplotlib now, and not when all is measured
         check_picture("--picture", picture)

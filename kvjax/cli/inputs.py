@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fractions
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,8 +120,25 @@ def byte_count(value: str | None, name: str = "--memory-limit") -> int | None:
     return count
 
 
+@contextlib.contextmanager
+def naming_flags(*keywords: str) -> Iterator[None]:
+    """Name the flag where a value is refused inside that the library knows by one of these keywords."""
+    try:
+        yield
+    except UsageError as error:
+        keyword, between, rest = str(error).partition(" is ")
+        if not between or keyword not in keywords:
+            raise
+        raise UsageError(f"--{keyword.replace('_', '-')} is {rest}") from error
+
+
 def problem_sizes(**sizes: Any) -> Sizes:
     """A kernel's problem by its sizes; one sentence where it is none, or larger than the memory (DoesNotFit)."""
+    with naming_flags(*sizes):
+        return _problem_of(sizes)
+
+
+def _problem_of(sizes: Mapping[str, Any]) -> Sizes:
     from kvjax.device_memory import device_limit
     from kvjax.tables import human_bytes
     from pallas_kernels.bench.decode_inputs import Sizes, stored_dtype

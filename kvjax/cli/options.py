@@ -122,6 +122,9 @@ def generation(*names: str, without: Collection[str] = (), **defaults: Any) -> C
         def run(**values: Any) -> Any:
             typed = {name: values.pop(name) for name in chosen}
             read = {name: _TYPED[name][2](value) if name in _TYPED else value for name, value in typed.items()}
+            for name, value in read.items():
+                if type(value) in (int, float):  # by its flag: options of policies are called seed, too
+                    FIELDS[name].metadata["check"](f"--{name.replace('_', '-')}", value)
             with showing(read.pop("progress", None)):
                 return command(**values, options=read)
 

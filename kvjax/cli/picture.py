@@ -112,17 +112,17 @@ def picture(
     _check_name(name, [POSITIONS, ALIKE, LONG, *STUDIES])
     _refuse_others(context, name)
     check_picture("--out", out)
-    settings = Settings(model, "", TASKS, samples, False, "model", seed)  # refuses what makes no sense
+    with inputs.naming_flags("samples", "seed"):
+        settings = Settings(model, "", TASKS, samples, False, "model", seed)
     pictures: dict[str, Picture] = {
         POSITIONS: RetainedPositions(ratio, text, length),
         ALIKE: QuestionAnswer(dialogues, most, least_rounds, tokens),
         LONG: LongGeneration(slots, policies, text, tokens, seed),
     }
     chosen = pictures.get(name) or StudyPicture(name, settings, length)
-    chosen.check()
-    number("ratio", ratio, 0, 1, open_below=True)
-    whole_number("length", length, 1)
-    whole_number("most", most, 1)
+    number("--ratio", ratio, 0, 1, open_below=True)
+    whole_number("--length", length, 1)
+    whole_number("--most", most, 1)
     if tokens is not None:
         whole_number("tokens", tokens, 1)
     whole_number("least-rounds", least_rounds, 3)

@@ -132,7 +132,7 @@ class LongGeneration:
         return long_generation.policies(self.slots, self.evicting)
 
     def check(self) -> None:
-        whole_number("slots", self.slots, 1)
+        whole_number("--slots", self.slots, 1)
         _parse_all(self.policies)
 
     def draw(self, lm: LanguageModel, out: Path) -> int:

@@ -18,4 +18,5 @@ def test_the_report_has_both_tables_and_the_machine(cli, monkeypatch, tmp_path):
     assert json.loads(saved.read_text())["programs"] == [
         {"policy": "full", "conversation": 3, "late": 0, "requests": 10}
     ]
-    assert cli("bench", "start", "--repetitions", "0").code == 2
+    ran = cli("bench", "start", "--repetitions", "0")
+    assert ran.code == 2 and "--repetitions is 0" in ran.sentence

@@ -124,8 +124,8 @@ def test_statistics_of_texts(cli, tiny_model, tmp_path):
     assert ran.code == 0 and "statistics of 2 layers, from 120 tokens" in ran.out
     assert load_profile(out) == text_statistics(tiny_model, [text.read_text()], tokens=40, most=3, sink=2, seed=1)
     for flags, said in (
-        (("--sink", "500"), "first 500 tokens"), (("--sink", "-1"), "sink is -1"), (("--seed", "-1"), "seed is -1"),
-        (("--tokens", "1"), "tokens is 1"), (("--most", "0"), "most is 0"), (("--out", "toy.txt"), ".yaml file"),
+        (("--sink", "500"), "first 500 tokens"), (("--sink", "-1"), "--sink is -1"), (("--seed", "-1"), "--seed is -1"),
+        (("--tokens", "1"), "--tokens is 1"), (("--most", "0"), "--most is 0"), (("--out", "toy.txt"), ".yaml file"),
     ):  # fmt: skip
         ran = cli(*asked, *flags)
         assert ran.code == 2 and said in ran.sentence
@@ -164,8 +164,9 @@ def test_a_scorer_and_gates_with_the_curve_of_their_losses(cli, tmp_path, monkey
                 assert ran.code == 2 and says in ran.sentence
         for change, says in (
             (("--texts", str(tmp_path / "none.txt")), "does not exist"),
-            (("--steps", "0"), "steps"),
-            (("--learning-rate", "-1"), "learning"),
+            (("--steps", "0"), "--steps is 0"),
+            (("--learning-rate", "0"), "--learning-rate is 0.0; give a number above 0"),
+            (("--seed", "-1"), "--seed is -1"),
             (("--training", str(text)), "--training"),
         ):
             ran = cli("calibrate", command, *short, *numbers, *change)

@@ -133,14 +133,14 @@ def test_turns_after_so_many_rounds_are_drawn(cli, tmp_path, four_layers):
 @pytest.mark.parametrize(
     "options, says",
     [
-        (("--rounds", "1"), "rounds is 1"),
+        (("--rounds", "1"), "--rounds is 1"),
         (("--rounds", "9"), "9 rounds"),
-        (("--repeats", "0"), "repeats"),
+        (("--repeats", "0"), "--repeats is 0"),
         (("--picture", "no/such/folder/x.png"), "--picture"),
         (("--policies", "lagkv"), "RoundAttention without inner"),
         (("--policies", "round:inner=lagkv"), "RoundAttention without inner"),
         (("--dialogues", "none.json"), "does not exist"),
-        (("--most", "0"), "most"),
+        (("--most", "0"), "--most is 0"),
         (("--max-new-tokens", "0"), "--max-new-tokens is 0"),
         (("--tokens", "3"), "3 tokens"),
     ],

@@ -94,8 +94,8 @@ def test_questions_and_answers_of_dialogues(cli, tmp_path):
     for options, says in (
         ((), "--dialogues"),
         (("--dialogues", str(told), "--least-rounds", "5"), "5 rounds"),
-        (("--dialogues", str(told), "--least-rounds", "2"), "least-rounds is 2"),
-        (("--dialogues", str(told), "--most", "0"), "most is 0"),
+        (("--dialogues", str(told), "--least-rounds", "2"), "--least-rounds is 2"),
+        (("--dialogues", str(told), "--most", "0"), "--most is 0"),
     ):
         refused = cli(*command, *options)
         assert refused.code == 2 and says in refused.sentence
