@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
-
-from kvjax.calibrate.heatmap import require_matplotlib
+from kvjax.figures import new_figure, png
 from kvjax.policies.profile import WatershedProfile
 
 
@@ -12,14 +10,11 @@ def kl_curve(profile: WatershedProfile) -> bytes:
     """A PNG of the mean KL divergence by layer, with the watershed marked.
 
     Raises:
-      UsageError: matplotlib is not installed.
+      KvjaxError: matplotlib is not installed.
     """
-    require_matplotlib()
-    from matplotlib.figure import Figure
-
     curve = profile.divergence[:-1]
     layers = range(1, len(curve) + 1)
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    figure = new_figure(6.4, 3.6)
     axes = figure.add_subplot()
     axes.plot(layers, curve, marker="o", markersize=4, color="tab:blue")
     mark = profile.watershed
@@ -41,6 +36,4 @@ def kl_curve(profile: WatershedProfile) -> bytes:
         f"{profile.dialogues} dialogues",
         fontsize=9,
     )
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
-    return buffer.getvalue()
+    return png(figure, dpi=110)

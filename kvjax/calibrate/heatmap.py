@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
-import importlib.util
-import io
-from typing import Literal
-
-from kvjax.errors import UsageError, missing_extra
+from kvjax.figures import new_figure, png
 from kvjax.policies.head_choice import protected_heads
-from kvjax.policies.profile import HeadProfile
+from kvjax.policies.profile import HeadProfile, Heads
+from kvjax.policies.razor import RazorAttention
 
 
-def require_matplotlib() -> None:
-    """Say in one sentence that there can be no picture (UsageError), before anything is computed for it."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(missing_extra("The picture needs the package matplotlib", "eval"))
+def protected_by_default(profile: HeadProfile) -> Heads:
+    """The KV heads that ``RazorAttention`` protects, by layer, where its options are not given."""
+    return protected_heads(profile, RazorAttention.induction_share, RazorAttention.echo_share, RazorAttention.share_of)
 
 
-def heatmap(
-    profile: HeadProfile,
-    *,
-    induction_share: float = 0.14,
-    echo_share: float = 0.01,
-    share_of: Literal["query", "kv"] = "query",
-) -> bytes:
-    """A PNG of both scores of every query head; the query heads of protected KV heads are framed.
+def heatmap(profile: HeadProfile) -> bytes:
+    """A PNG of both scores of every query head; the query heads of KV heads protected by default are framed.
 
     Raises:
-      UsageError: matplotlib is not installed.
+      KvjaxError: matplotlib is not installed.
     """
-    require_matplotlib()
+    shape = profile.shape
+    wide, tall = 1.5 + 0.16 * shape.num_heads, 1.8 + 0.16 * shape.num_layers
+    figure = new_figure(2 * max(wide, 2.6) + 1.0, tall)
     from matplotlib.colors import PowerNorm
-    from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
-    shape = profile.shape
     group = shape.num_heads // shape.num_kv_heads
-    protected = protected_heads(profile, induction_share, echo_share, share_of)
-    wide, tall = 1.5 + 0.16 * shape.num_heads, 1.8 + 0.16 * shape.num_layers
-    figure = Figure(figsize=(2 * max(wide, 2.6) + 1.0, tall), layout="constrained")
+    protected = protected_by_default(profile)
     for axes, name in zip(figure.subplots(1, 2, sharey=True), ("induction", "echo"), strict=True):
         table = getattr(profile, name)
         # Few heads score high; the root of a root shows the order of the others too.
@@ -57,9 +45,7 @@ def heatmap(
     figure.suptitle(
         f"{profile.model}: {profile.tokens:,} random tokens x {profile.repeats}\n"
         f"framed: {count} of {shape.num_layers * shape.num_kv_heads} KV heads protected "
-        f"({induction_share:.0%} induction, {echo_share:.0%} echo)",
+        f"({RazorAttention.induction_share:.0%} induction, {RazorAttention.echo_share:.0%} echo)",
         fontsize=9,
     )
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
-    return buffer.getvalue()
+    return png(figure, dpi=110)

@@ -47,11 +47,11 @@ def retrieval_heads(
 
     Needs no data and, beside the weights, the memory of one layer.
     """
-    from kvjax.calibrate.heatmap import heatmap, require_matplotlib
+    from kvjax.calibrate.heatmap import heatmap, protected_by_default
     from kvjax.calibrate.retrieval import retrieval_heads as score
     from kvjax.cli import first_steps
+    from kvjax.figures import require_matplotlib
     from kvjax.files import write_atomically
-    from kvjax.policies.head_choice import protected_heads
     from kvjax.policies.profile_files import save_profile
 
     check_out(out)
@@ -63,7 +63,7 @@ def retrieval_heads(
     save_profile(profile, out)
     if picture:
         write_atomically(out.with_suffix(".png"), heatmap(profile))
-    count = sum(len(heads) for heads in protected_heads(profile, 0.14, 0.01, "query"))
+    count = sum(len(heads) for heads in protected_by_default(profile))
     print(f"{out}: {count} of {lm.config.num_layers * lm.config.num_kv_heads} KV heads protected by default")
 
 
@@ -124,9 +124,9 @@ def watershed(
     """
     from kvjax.calibrate.curve import kl_curve
     from kvjax.calibrate.divergence import watershed as find
-    from kvjax.calibrate.heatmap import require_matplotlib
     from kvjax.cli import first_steps
     from kvjax.eval.dialogues import long_dialogues
+    from kvjax.figures import require_matplotlib
     from kvjax.files import write_atomically
     from kvjax.policies.profile_files import save_profile
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,10 @@ from kvjax.checks import MOST_SEED, number, whole_number
 from kvjax.cli import inputs
 from kvjax.cli import options as flag
 from kvjax.cli.calibrate import Out, Texts, check_out, group, read_texts
+from kvjax.files import check_writable
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Steps = Annotated[int, typer.Option("--steps", help="Steps of training.")]
 Seed = Annotated[int, flag.option("seed")]
@@ -48,20 +52,18 @@ def scorer(
     Reads every piece twice, as KVzip does. An interrupted run resumes where it stopped.
     """
     from kvjax.calibrate.kvzip_scorer import scorer as train
-    from kvjax.calibrate.training import check_training, remove_training
+    from kvjax.calibrate.training import remove_training
     from kvjax.cli import first_steps
     from kvjax.policies.profile_files import save_profile
 
     check_out(out)
-    for name, value, least in (("most", most, 2), ("tokens", tokens, 8), ("sampled", sampled, 1), ("steps", steps, 1)):
-        whole_number(name, value, least)
-    whole_number("seed", seed, 0, MOST_SEED)
-    number("learning-rate", learning_rate, 0, open_below=True)
-    if picture:
-        _can_draw(out)
-    read = read_texts(texts)
-    folder = training or out.with_suffix(".training")
-    check_training(folder)
+    whole_number("--most", most, 2)
+    whole_number("--tokens", tokens, 8)
+    whole_number("--sampled", sampled, 1)
+    whole_number("--steps", steps, 1)
+    whole_number("--seed", seed, 0, MOST_SEED)
+    number("--learning-rate", learning_rate, 0, open_below=True)
+    read, folder = _checked(out, texts, training, picture)
     lm = first_steps.load(model, dtype, mesh, weights=weights)
     found = train(
         lm, read, tokens=tokens, most=most, sampled=sampled, steps=steps, learning_rate=learning_rate, seed=seed,
@@ -108,19 +110,16 @@ def gates(
     """
     from kvjax.calibrate.head_gates import check
     from kvjax.calibrate.head_gates import gates as train
-    from kvjax.calibrate.training import check_training, remove_training
+    from kvjax.calibrate.training import remove_training
     from kvjax.cli import first_steps
     from kvjax.policies.profile_files import save_profile
 
     check_out(out)
     numbers = {"tokens": tokens, "keys": keys, "words": words, "steps": steps, "learning_rate": learning_rate}
     numbers |= {"penalty": penalty, "sink": sink, "recent": recent, "seed": seed}
-    check(**numbers)
-    if picture:
-        _can_draw(out)
-    read = read_texts(texts)
-    folder = training or out.with_suffix(".training")
-    check_training(folder)
+    with inputs.naming_flags(*numbers):
+        check(**numbers)
+    read, folder = _checked(out, texts, training, picture)
     lm = first_steps.load(model, dtype, mesh, weights=weights)
     found = train(lm, read, folder=folder, **numbers)
     save_profile(found.profile, out)
@@ -136,15 +135,21 @@ def gates(
     )
 
 
-def _can_draw(out: Path) -> None:
-    from kvjax.calibrate.heatmap import require_matplotlib
-    from kvjax.files import check_writable
+def _checked(out: Path, texts: list[Path], training: Path | None, picture: bool) -> tuple[list[str], Path]:
+    """The texts, and the folder of the training, once all that the files say was checked."""
+    from kvjax.calibrate.training import check_training
+    from kvjax.figures import require_matplotlib
 
-    require_matplotlib()
-    check_writable("--out", out.with_suffix(".png"))
+    if picture:
+        require_matplotlib()
+        check_writable("--out", out.with_suffix(".png"))
+    read = read_texts(texts)
+    folder = training or out.with_suffix(".training")
+    check_training(folder)
+    return read, folder
 
 
-def _draw(out: Path, losses: object, title: str, unit: str, levels: dict[str, float]) -> None:
+def _draw(out: Path, losses: np.ndarray, title: str, unit: str, levels: dict[str, float]) -> None:
     from kvjax.calibrate.loss_curve import loss_curve
     from kvjax.files import write_atomically
 

@@ -64,7 +64,7 @@ def compare_rounds(
     from kvjax.eval.dialogues import history_capacity
     from kvjax.eval.entries import split_policies
     from kvjax.eval.round_questions import DEFAULT, Settings, round_policy
-    from kvjax.figures import new_figure
+    from kvjax.figures import require_matplotlib
 
     names = list(DEFAULT) if policies == "all" else split_policies(policies)
     for name in names:
@@ -75,7 +75,7 @@ def compare_rounds(
     for count in counts:
         whole_number("--rounds", count, 2)
     if picture is not None:
-        new_figure(1, 1)  # refuses without matplotlib now, and not when all is measured
+        require_matplotlib()
         check_picture("--picture", picture)
     if not is_file(dialogues):
         raise UsageError(f"--dialogues names a file that does not exist: {dialogues}.")

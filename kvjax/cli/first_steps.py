@@ -44,9 +44,9 @@ def check_policy(policy: str | None) -> None:
 
 def check_results(out: Path) -> None:
     """Refuse, before anything is measured, a folder that cannot be written to and a missing matplotlib."""
-    from kvjax.figures import new_figure
+    from kvjax.figures import require_matplotlib
 
-    new_figure(1, 1)
+    require_matplotlib()
     check_folder("--out", out)
 
 

@@ -106,7 +106,7 @@ def picture(
     """
     from kvjax.eval.results import Settings
     from kvjax.eval.studies import STUDIES
-    from kvjax.figures import new_figure
+    from kvjax.figures import require_matplotlib
 
     text = None if text is None else inputs.text(text, "--text")
     _check_name(name, [POSITIONS, ALIKE, LONG, *STUDIES])
@@ -124,9 +124,10 @@ def picture(
     whole_number("--length", length, 1)
     whole_number("--most", most, 1)
     if tokens is not None:
-        whole_number("tokens", tokens, 1)
-    whole_number("least-rounds", least_rounds, 3)
-    new_figure(1, 1)  # refuses without matplotlib now, and not when all is measured
+        whole_number("--tokens", tokens, 1)
+    whole_number("--least-rounds", least_rounds, 3)
+    chosen.check()
+    require_matplotlib()
     return chosen.draw(first_steps.load(model, dtype, compile_cache=compile_cache, weights=weights), out)
 
 

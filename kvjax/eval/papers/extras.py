@@ -8,17 +8,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvjax.calibrate.curve import kl_curve
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.documents import NotADocument, parse_json
 from kvjax.errors import KvjaxError
 from kvjax.eval import round_report
 from kvjax.eval.dialogues import history_capacity, long_dialogues
 from kvjax.eval.papers import round_attention
-from kvjax.eval.pictures import plain_axes
 from kvjax.eval.positions import documentation, positions_figure, retained_positions
 from kvjax.eval.round_questions import Answer, RoundComparison, Settings, read_answers
 from kvjax.eval.suites.data import DataFolder
-from kvjax.figures import new_figure, png
+from kvjax.figures import png
 from kvjax.files import file_digest, write_atomically
 from kvjax.policies.head_choice import protected_heads
 from kvjax.policies.profile import HeadProfile, WatershedProfile
@@ -107,14 +107,9 @@ def watershed(lm: LanguageModel) -> Extra:
     if published is not None:
         row["paper"] = published
         columns.append(Column("Lw of the paper", "paper", right=True))
-    figure = new_figure(7, 3)
-    axes = figure.subplots()
-    axes.plot(range(1, layers + 1), profile.divergence, marker="o", markersize=3, linewidth=1)
-    axes.axvline(below, color="#555555", linestyle="--", linewidth=1)
-    plain_axes(axes, "layer", "mean KL divergence to later layers")
     picture = Picture("How much each layer's attention over rounds differs from later layers'", _CURVE)
     table = Table(columns, [row], title="Table 5: the watershed layer (of the profile that comes with kvjax)")
-    return Extra((table, picture), {_CURVE: png(figure)}, row)
+    return Extra((table, picture), {_CURVE: kl_curve(profile)}, row)
 
 
 def rounds(
