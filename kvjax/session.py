@@ -112,7 +112,6 @@ class Session:
         self._cut = "interrupted"  # why rows that have not ended go no further
         self._cache: Cache | None = None
         self._logits: jax.Array | None = None
-        self._state: DecodeState | None = None
         self._fed = 0
         self._lent: Continuation | None = None
         held = () if request.cache is None else jax.tree.leaves(request.cache.device_layers)

@@ -296,7 +296,7 @@ def _case(params: Decoder, text: str, policy: Policy, batch: int, context: int, 
 
 
 def _filled(config: ModelConfig, policy: Policy, batch: int, context: int, dtype: Any) -> Cache:
-    """A cache as after a prompt; where a policy places rounds, as after a question."""
+    """A cache as after a prompt; where a policy offloads rounds, as after a question."""
     from kvjax.policies import Full
     from kvjax.policies.split_cache import SplitCache
     from kvjax.runtime.synthetic import filled_cache

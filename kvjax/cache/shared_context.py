@@ -59,7 +59,7 @@ class SharedContext:
         return [(view,) for view in layer_views(self.whole, self.most_tokens)]
 
     def one_layer(self, index: int) -> SharedContext:
-        """What :meth:`of_layer` needs of a layer: its own pools, or the one of all layers."""
+        """A context with what :meth:`of_layer` needs of a layer: its own pools, or the one of all layers."""
         return self if self.whole is not None else dataclasses.replace(self, layers=self.layers[index : index + 1])
 
     def of_layer(self, index: Int[Array, ""]) -> SharedLayer:

@@ -53,9 +53,9 @@ def watershed(
         raise UsageError("A dialogue is a pair: its messages, and the question that follows them.")
     curves, rounds = [], 0
     for done, (messages, question) in enumerate(dialogues, 1):
-        shares = question_mass(lm, messages, question)
-        rounds += shares.shape[1]
-        curves.append(divergence_to_later(shares))
+        mass = question_mass(lm, messages, question)
+        rounds += mass.shape[1]
+        curves.append(divergence_to_later(mass))
         if progress is not None:
             progress(done, len(dialogues))
     curve = np.mean(curves, axis=0)
@@ -70,9 +70,9 @@ def watershed(
     )
 
 
-def divergence_to_later(shares: Float[np.ndarray, "L R"]) -> Float[np.ndarray, " L-1"]:
+def divergence_to_later(mass: Float[np.ndarray, "L R"]) -> Float[np.ndarray, " L-1"]:
     """Mean KL divergence (nats) of each layer's distribution to those of all later layers; the last has none."""
-    p = shares + _FLOOR
+    p = mass + _FLOOR
     p = p / p.sum(axis=1, keepdims=True)
     log = np.log(p)
     return np.array([(p[i] * (log[i] - log[i + 1 :])).sum(axis=1).mean() for i in range(len(p) - 1)])

@@ -53,7 +53,7 @@ class HeadWise(Policy):
 
     @property
     def unsized(self) -> Policy:
-        """That policy before its size was chosen for a model: its kind is what matters."""
+        """The policy of all other heads before its size was chosen for a model: its kind is what matters."""
         raise NotImplementedError
 
     def members(self, config: ModelConfig, layer: int) -> list[Member]:

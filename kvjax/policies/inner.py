@@ -74,7 +74,7 @@ class Rescoring(Selecting):
         return type(inner).select is Selecting.select
 
     def refusal(self, inner: Policy, name: str) -> str:
-        """What speaks against an inner policy, and what to give this one, ``name``: the end of a sentence."""
+        """Why an inner policy is refused, and what to give this one, ``name``: the end of a sentence."""
         return (
             f"does not choose once, by a score of each token; give {name} a policy that does, such as {self.takes_such}"
         )

@@ -374,7 +374,7 @@ class LagKV(Policy):
         return found
 
     def _compact(self, region: Region, offset: Int[Array, ""], keep: Int[Array, ""]) -> Region:
-        """From slot ``offset`` of a region on: the best of one partition, the next one, and whatever was there."""
+        """Write, from slot ``offset`` of a region on, the best of one partition, the next one, and what was there."""
         lag = self.lag
         # Keys and values as one array: half the kernels to compile, for little memory.
         pair = jnp.stack([region["k"], region["v"]])

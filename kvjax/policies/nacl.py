@@ -72,18 +72,18 @@ class NACL(Selecting):
     def smallest(self) -> int:
         return self.sink + 2
 
-    def shares(self, budget: Int[Array, " B"]) -> tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, " B"]]:
+    def parts(self, budget: Int[Array, " B"]) -> tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, " B"]]:
         """Tokens of a budget kept by (score, draw, protection)."""
         protected = jnp.maximum(floor_fraction(self.protect, budget), self.sink + 1)
         drawn = jnp.minimum(floor_fraction(self.random, budget), budget - protected)
         return budget - protected - drawn, drawn, protected
 
-    def _shares(self, chunk: PromptChunk) -> tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, " B"]]:
-        return self.shares(self.size(chunk.config, 0, chunk.total))
+    def _parts(self, chunk: PromptChunk) -> tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, " B"]]:
+        return self.parts(self.size(chunk.config, 0, chunk.total))
 
     def protected(self, candidates: Candidates, chunk: PromptChunk) -> Bool[Array, "B H N"]:
         place = jnp.arange(candidates.k.shape[2])
-        recent = (self._shares(chunk)[2] - self.sink)[:, None, None]
+        recent = (self._parts(chunk)[2] - self.sink)[:, None, None]
         # Sinks never leave, so they are the first candidates of every turn.
         ends = (place < self.sink) | (place >= candidates.length[..., None] - recent)
         return candidates.valid & ends
@@ -93,7 +93,7 @@ class NACL(Selecting):
     ) -> Float[Array, "B H N"]:
         score = over_group(window_mass(candidates), self.group)
         among = candidates.valid & ~self.protected(candidates, chunk)
-        best = top_mask(score, self._shares(chunk)[0][:, None], among)
+        best = top_mask(score, self._parts(chunk)[0][:, None], among)
         # The base fills the budget from the top: first all of the best, then the luckiest of the others.
         first = cache.sharding.first_head(len(cache.pages))
         return jnp.where(best, _CHOSEN, score + self.draws(layer, candidates.marks["position"], first))

@@ -130,7 +130,7 @@ def _are_booleans(given: Any, shape: tuple[int, ...], broadcast: bool = False) -
 
 
 def _numbers(given: Any) -> str:
-    """What was given in place of an array, for a sentence."""
+    """The kind of a value that was given in place of an array, for a sentence."""
     shape = getattr(given, "shape", None)
     return kind_of(given) if shape is None else f"{given.dtype} numbers of shape {shape}"
 

@@ -71,8 +71,8 @@ def _layer(
     attend = functools.partial(_attended, logits, v, layer.sink_logits)
     out = attend(seen)
     if gate is not None:
-        share = gate[:, None, None]
-        out = share * out + (1 - share) * attend(streaming)
+        full = gate[:, None, None]
+        out = full * out + (1 - full) * attend(streaming)
     return layer.finish(x, out.astype(x.dtype))
 
 

@@ -160,7 +160,7 @@ class Programs(ProgramSet):
             PREFILL_ONTO.compile_ahead(device, params, cache, tokens, count, count, own_capacity=None, **capacities)
 
     def begin(self, config: ModelConfig, cache: Cache, logits: jax.Array, present: np.ndarray) -> DecodeState:
-        """What the first :meth:`chunk` takes: :func:`kvjax.runtime.decode.initial_state`."""
+        """The state that the first :meth:`chunk` takes: :func:`kvjax.runtime.decode.initial_state`."""
         return initial_state(self.device(cache.policy, config), cache, logits, present)
 
     def chunk(

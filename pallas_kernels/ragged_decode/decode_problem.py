@@ -29,7 +29,11 @@ class Decoded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Arguments of :func:`~pallas_kernels.ragged_decode.api.ragged_decode`, checked; see there."""
+    """Arguments of :func:`~pallas_kernels.ragged_decode.api.ragged_decode`, checked; see there.
+
+    Attributes:
+      first_visible: with ``starts``, the first page of each row that counts: those before it are another problem's.
+    """
 
     q: Float[Array, "B H G K"]
     pages: Pages

@@ -108,7 +108,7 @@ def test_seeds_change_what_is_drawn_and_nothing_else():
 )
 def test_shares_fill_the_budget(budget, random, protect, sink):
     best_of, drawn, protected = (
-        int(x[0]) for x in NACL(budget=budget, random=random, protect=protect, sink=sink).shares(jnp.array([budget]))
+        int(x[0]) for x in NACL(budget=budget, random=random, protect=protect, sink=sink).parts(jnp.array([budget]))
     )
     assert best_of + drawn + protected == budget
     assert best_of >= 0 and drawn >= 0 and protected > sink
@@ -117,7 +117,7 @@ def test_shares_fill_the_budget(budget, random, protect, sink):
 def test_the_originals_shares():
     """20 % of 10,000 tokens: 1,200 by score, 700 drawn, 100 protected."""
     assert NACL().ratio == 0.2
-    assert [int(x[0]) for x in NACL().shares(jnp.array([2000]))] == [1200, 700, 100]
+    assert [int(x[0]) for x in NACL().parts(jnp.array([2000]))] == [1200, 700, 100]
 
 
 @pytest.mark.parametrize(
