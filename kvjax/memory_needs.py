@@ -14,8 +14,8 @@ from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import abstract_decoder
 from kvjax.policies import Policy
 from kvjax.policies.empty_cache import empty_cache
-from kvjax.runtime.peak import prefill_peak_bytes
-from kvjax.runtime.share import copied_bytes, shared_bytes
+from kvjax.runtime.prefill_peak import prefill_peak_bytes
+from kvjax.runtime.share_context import copied_bytes, shared_bytes
 from kvjax.sharding.compile import device_of
 from kvjax.sharding.mesh import Mesh
 from kvjax.sharding.partition import Partition

@@ -15,7 +15,7 @@ from kvjax.prompts import Prompt, Prompts, as_list, token_ids
 from kvjax.request import Request
 from kvjax.rounds.conversation import Conversation
 from kvjax.runtime.decode import CHUNK
-from kvjax.runtime.reading import read_prompts
+from kvjax.runtime.prefill_batches import read_prompts
 from kvjax.runtime.token_logprobs import next_logprobs, next_tokens
 from kvjax.session import Session, running
 

@@ -30,10 +30,10 @@ from kvjax.request import Request
 from kvjax.rounds.stats import RoundStats
 from kvjax.rounds.strategy import RoundStrategy
 from kvjax.runtime import prefill_speed
-from kvjax.runtime.by_layers import compiles_faster_by_layers
 from kvjax.runtime.compilation import CompileClock, compile_clock
 from kvjax.runtime.decode import CHUNK, REASONS, RUNNING, DecodeState
-from kvjax.runtime.reading import Note, TokenStrategy
+from kvjax.runtime.prefill_batches import Note, TokenStrategy
+from kvjax.runtime.prefill_by_layers import compiles_faster_by_layers
 from kvjax.text.detokenizer import text_of
 from kvjax.waiting import ready
 

@@ -49,7 +49,11 @@ OPTIONS = {
 
 @pytest.fixture
 def nothing_runs(monkeypatch):
-    for name in ("kvjax.runtime.reading.read_prompts", "kvjax.given_caches.adopt", "kvjax.given_caches.one_batch"):
+    for name in (
+        "kvjax.runtime.prefill_batches.read_prompts",
+        "kvjax.given_caches.adopt",
+        "kvjax.given_caches.one_batch",
+    ):
         monkeypatch.setattr(name, lambda *_, **__: pytest.fail("something ran"))
 
 
@@ -96,7 +100,11 @@ def test_wrong_caches(tiny_model, monkeypatch):
     other = kvjax.generate(toys.tiny_model(num_layers=1), [1, 2], max_new_tokens=0).cache
     gone = kvjax.generate(tiny_model, [1] * 20, policy="lagkv:lag=8", max_new_tokens=2).cache
     kvjax.generate(tiny_model, "x", cache=gone, consume_cache=True, max_new_tokens=1)
-    for name in ("kvjax.runtime.reading.read_prompts", "kvjax.given_caches.adopt", "kvjax.given_caches.one_batch"):
+    for name in (
+        "kvjax.runtime.prefill_batches.read_prompts",
+        "kvjax.given_caches.adopt",
+        "kvjax.given_caches.one_batch",
+    ):
         monkeypatch.setattr(name, lambda *_, **__: pytest.fail("something ran"))
     refuse(tiny_model, "x", "another model", cache=other)
     refuse(tiny_model, ["x"] * 3, "2 rows and there are 3 prompts", cache=pair)

@@ -25,16 +25,16 @@ FIRST, SECOND, THIRD = (RNG.integers(0, 256, size).tolist() for size in (40, 9, 
 
 def fed_ids(monkeypatch) -> list[tuple[int, ...]]:
     """Collects the ids of every prompt that is read, as ``read_prompts`` gets them."""
-    import kvjax.runtime.reading as reading
+    from kvjax.runtime import prefill_batches
 
     collected: list[tuple[int, ...]] = []
-    original = reading.read_prompts
+    original = prefill_batches.read_prompts
 
     def spy(params, prompts, **options):
         collected.extend(tuple(ids) for ids in prompts)
         return original(params, prompts, **options)
 
-    monkeypatch.setattr(reading, "read_prompts", spy)
+    monkeypatch.setattr(prefill_batches, "read_prompts", spy)
     return collected
 
 
@@ -309,7 +309,7 @@ def test_a_turn_that_could_not_be_undone_leaves_the_cache_a_value(tiny_model, po
 
 
 FAILURES = {
-    "in reading": ("kvjax.runtime.reading.spread", None),
+    "in reading": ("kvjax.runtime.prefill_batches.spread", None),
     "while it selects": ("kvjax.rounds.turn._check_fits", ROUNDS),
     "in the first token": ("kvjax.session.Session._present", None),
     "while it answers": ("kvjax.session.Session._collect", None),

@@ -57,16 +57,16 @@ def test_int8_rows_too(tiny_model, storage):
 
 def test_no_turn_stands_between_what_was_read_and_the_question(tiny_model, monkeypatch):
     """The ids that the model reads are those of the one message that holds both."""
-    from kvjax.runtime import reading
+    from kvjax.runtime import prefill_batches
 
     fed: list[int] = []
-    original = reading.read_prompts
+    original = prefill_batches.read_prompts
 
     def spy(params, prompts, **options):
         fed.extend(prompts[0])
         return original(params, prompts, **options)
 
-    monkeypatch.setattr(reading, "read_prompts", spy)
+    monkeypatch.setattr(prefill_batches, "read_prompts", spy)
     system = {"role": "system", "content": "Be brief."}
 
     def asked(first, then) -> str:

@@ -97,7 +97,11 @@ def test_generation_is_refused_by_the_same_plan_before_it_allocates(tiny_model, 
     prompts, before = [[1] * 400] * 4, lambda *_, **__: pytest.fail("something ran")
     kvjax.generate(tiny_model, prompts, max_new_tokens=0, memory_limit=planned.total_bytes)
     cache = kvjax.generate(tiny_model, [1] * 50, max_new_tokens=1).cache
-    for name in ("kvjax.runtime.reading.read_prompts", "kvjax.given_caches.adopt", "kvjax.given_caches.one_batch"):
+    for name in (
+        "kvjax.runtime.prefill_batches.read_prompts",
+        "kvjax.given_caches.adopt",
+        "kvjax.given_caches.one_batch",
+    ):
         monkeypatch.setattr(name, before)
     with pytest.raises(kvjax.DoesNotFit, match="batch of 3"):
         kvjax.generate(tiny_model, prompts, max_new_tokens=0, memory_limit=planned.total_bytes - 1)

@@ -150,10 +150,10 @@ def test_on_a_cache_that_was_read(tiny_model, way):
 
 def test_a_growing_cache_is_repacked_on_the_way(tiny_model, monkeypatch):
     from kvjax.cache import buckets
-    from kvjax.runtime import reading
+    from kvjax.runtime import prefill_batches
 
     monkeypatch.setattr(buckets, "NEW_TOKENS", 8)
-    monkeypatch.setattr(reading, "NEW_TOKENS", 8)
+    monkeypatch.setattr(prefill_batches, "NEW_TOKENS", 8)
     answer = RNG.integers(0, 256, 90).tolist()
     found = kvjax.score(tiny_model, PROMPTS[1], answer, way="decode")
     np.testing.assert_allclose(found.logprobs, forward(tiny_model, PROMPTS[1] + answer, len(PROMPTS[1])), atol=1e-4)

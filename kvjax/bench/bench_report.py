@@ -6,9 +6,9 @@ import dataclasses
 import statistics
 from typing import Any
 
+from kvjax.bench.cold_start import Startup
 from kvjax.bench.machine import sentence
 from kvjax.bench.measurements import DecodeRow, LongRow, PrefillRow
-from kvjax.bench.startup import Startup
 from kvjax.tables import Column, Report, Table, counted, human_bytes, human_rate, milliseconds
 
 

@@ -35,8 +35,8 @@ from kvjax.policies.signals import Repetition
 from kvjax.policies.window_layers import for_model
 from kvjax.progress import stage
 from kvjax.prompts import as_told, opening_tokens
+from kvjax.runtime.kvzip_scores import scored_tokens
 from kvjax.runtime.programs import Programs
-from kvjax.runtime.repetition_scores import scored_tokens
 
 #: Scores below this are as good as none.
 _LEAST = 1e-7

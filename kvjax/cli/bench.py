@@ -84,12 +84,11 @@ def bench(
     policies, peers = tuple(policy or ("full",)), tuple(peer or ())
     parsed = {text: parse(text) for text in policies}
     _check_peers(peers)
-    from kvjax.bench import bench_report, machine, measurements
-    from kvjax.bench import startup as starting
+    from kvjax.bench import bench_report, cold_start, machine, measurements
 
     check_json(json)
     facts = machine.describe()  # before anything loads the machine
-    started = starting.measure_startup(model, policies[0]) if startup else None
+    started = cold_start.measure_startup(model, policies[0]) if startup else None
     lm = first_steps.load(model, dtype, compile_cache=compile_cache, weights=weights)
     sizes = {"batch": batches, "context": contexts, "prefill": prefills}
     with inputs.naming_flags("rounds", "steps", *sizes):
@@ -169,7 +168,7 @@ def start(
     policies = tuple(policy or ("full", "lagkv:ratio=0.5", "streamingllm:window=256", "h2o:ratio=0.5"))
     for each in policies:
         first_steps.check_policy(each)
-    from kvjax.bench.start import measure
+    from kvjax.bench.first_hour import measure
 
     publish(measure(model, policies, repetitions=repetitions, say=say), json, markdown)
 

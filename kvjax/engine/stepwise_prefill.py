@@ -15,9 +15,9 @@ from kvjax.engine.row import Row
 from kvjax.engine.schedule import Group
 from kvjax.policies import Policy
 from kvjax.request import Request
-from kvjax.runtime.by_layers import can_stop_between_layers
+from kvjax.runtime.prefill_batches import PADDING_PROMPT, Reading, reading
+from kvjax.runtime.prefill_by_layers import can_stop_between_layers
 from kvjax.runtime.programs import Programs
-from kvjax.runtime.reading import PADDING_PROMPT, Reading, reading
 from kvjax.runtime.token_logprobs import next_logprobs
 
 #: Contexts whose caches are kept for the next request with the same: those that are planned for.

@@ -11,7 +11,7 @@ from kvjax.model.quantised import Quantised, rows_of
 class Exchange:
     """Hooks of a decoder and of its layers, here those of a model on one device.
 
-    ``kvjax.sharding.decoder`` replaces them by collectives. A block feature (a bias, a norm, an activation) belongs to
+    ``kvjax.sharding.exchange`` replaces them by collectives. A block feature (a bias, a norm, an activation) belongs to
     the decoder alone: hooks see a projection's columns before its bias and a product's sum before its bias.
     """
 

@@ -18,7 +18,7 @@ from kvjax.policies.split_cache import SplitCache
 from kvjax.rounds.conversation import Conversation, Round
 from kvjax.rounds.round_programs import ONE_DEVICE, RoundPrograms, RoundSlice
 from kvjax.rounds.turn import PendingTurn, Selection
-from kvjax.runtime.reading import Note, unheard
+from kvjax.runtime.prefill_batches import Note, unheard
 
 
 def close_round(

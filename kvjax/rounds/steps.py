@@ -28,8 +28,8 @@ from kvjax.model.rope import angles_of_layers
 from kvjax.policies.page_capacities import page_capacities
 from kvjax.policies.signals import Signals
 from kvjax.rounds.conversation import UpperRows
-from kvjax.runtime.layer_reading import read_rows, zero_after
 from kvjax.runtime.prefill import Pages, after_reading, last_logits, through_layers
+from kvjax.runtime.prefill_layer import read_rows, zero_after
 from kvjax.runtime.signal_collector import SignalCollector
 from pallas_kernels.kept_tokens import KeptTokens
 

@@ -15,7 +15,7 @@ from kvjax.rounds.conversation import Conversation
 from kvjax.rounds.round_programs import RoundPrograms
 from kvjax.rounds.stats import RoundStats
 from kvjax.rounds.turn import PendingTurn, read_question
-from kvjax.runtime.reading import Note, spread
+from kvjax.runtime.prefill_batches import Note, spread
 
 
 class RoundStrategy:

@@ -31,7 +31,7 @@ from kvjax.rounds.conversation import Conversation, UpperRows
 from kvjax.rounds.round_programs import ONE_DEVICE, RoundPrograms, RoundUpload
 from kvjax.rounds.selection import normalised, round_attention, select
 from kvjax.rounds.steps import StagingBuffer, pages_onto
-from kvjax.runtime.reading import Note, unheard
+from kvjax.runtime.prefill_batches import Note, unheard
 from kvjax.sharding.mesh import Mesh
 from kvjax.tables import human_bytes
 

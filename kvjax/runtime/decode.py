@@ -26,7 +26,7 @@ from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.model.rope import Angles, angles_of_layers, apply_rope
 from kvjax.policies.base import Policy, Step
 from kvjax.policies.traced_checks import check_arrays, check_due, own_within
-from kvjax.runtime.alike import numbers_of_kind
+from kvjax.runtime.alike_layers import numbers_of_kind
 from kvjax.runtime.decode_attention import attend
 from kvjax.runtime.own_policies import with_next_checked, with_row_still_due
 from kvjax.runtime.sampling import Sampling, log_probability, sample

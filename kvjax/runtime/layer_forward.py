@@ -19,7 +19,7 @@ from kvjax.cache.buckets import block_of, prompt_bucket
 from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.model.rope import Angles, angles_of_layers, prompt_positions
 from kvjax.runtime.layer_observer import LayerObserver
-from kvjax.runtime.layer_reading import read_layer
+from kvjax.runtime.prefill_layer import read_layer
 
 
 def forward_layers(

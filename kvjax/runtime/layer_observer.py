@@ -12,7 +12,7 @@ from pallas_kernels.kept_tokens import KeptTokens
 
 
 class LayerObserver:
-    """Sees one layer's hidden states, queries and keys while ``read_layer`` (``layer_reading.py``) computes them.
+    """Sees one layer's hidden states, queries and keys while ``read_layer`` (``prefill_layer.py``) computes them.
 
     A subclass overrides what it needs; all of it is traced, so nothing but arrays may differ from call to call.
     """

@@ -28,10 +28,10 @@ from kvjax.policies.empty_cache import empty_cache
 from kvjax.policies.full import Full
 from kvjax.policies.page_capacities import page_capacities
 from kvjax.policies.signals import PromptSignals
-from kvjax.runtime.alike import numbers_of_kind
-from kvjax.runtime.layer_reading import zero_after
-from kvjax.runtime.layer_step import read_and_compress, read_and_compress_once
-from kvjax.runtime.repeating import read_then_choose
+from kvjax.runtime.alike_layers import numbers_of_kind
+from kvjax.runtime.kvzip_prefill import read_then_choose
+from kvjax.runtime.prefill_and_compress import read_and_compress, read_and_compress_once
+from kvjax.runtime.prefill_layer import zero_after
 from kvjax.runtime.signal_collector import SignalCollector, signal_collector
 from kvjax.sharding.compile import Device
 

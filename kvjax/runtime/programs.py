@@ -20,7 +20,7 @@ from kvjax.runtime.decode import Controls, DecodeState, decode_chunk, initial_st
 from kvjax.runtime.grow import grow
 from kvjax.runtime.insert import Admitted, empty_state, insert
 from kvjax.runtime.prefill import pages_onto, prefill_fresh, prefill_onto
-from kvjax.runtime.share import share, share_chosen, share_chosen_types, share_types
+from kvjax.runtime.share_context import share, share_chosen, share_chosen_types, share_types
 from kvjax.runtime.token_logprobs import score_fresh, score_onto
 from kvjax.sharding.compile import ROW, SCALAR, Device, Program, device_of
 from kvjax.sharding.mesh import Mesh
@@ -182,7 +182,7 @@ class Programs(ProgramSet):
         return INSERT(self.device(cache.policy, config), state, cache, admitted, controls)
 
     def share(self, cache: Cache, rows: int, *, config: ModelConfig, prompt_capacity: int) -> Cache:
-        """``rows`` rows that begin like row 0 of a cache and share of it what they can: :func:`kvjax.runtime.share`.
+        """``rows`` rows that begin like row 0 of a cache and share of it what they can: ``share_context.py``.
 
         A copy: the cache stays a value.
         """
@@ -191,7 +191,7 @@ class Programs(ProgramSet):
         return take_rows(own, [0] * rows).replace(context=take_rows(context, [0]))
 
     def share_chosen(self, cache: Cache, *, config: ModelConfig, prompt_capacity: int, dtype: Any) -> Cache:
-        """A row of a context that stays as its policy has chosen it: :func:`kvjax.runtime.share.share_chosen`.
+        """A row of a context that stays as its policy has chosen it: :func:`kvjax.runtime.share_context.share_chosen`.
 
         A copy: the cache stays a value.
         """

@@ -18,9 +18,9 @@ from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy, PromptChunk
 from kvjax.policies.empty_cache import empty_cache
 from kvjax.policies.signals import Mass, PromptSignals, QueryStats
-from kvjax.runtime.choosing_together import compress_together
+from kvjax.runtime.choice_of_all_layers import compress_together
 from kvjax.runtime.decode import CHUNK, Controls, DecodeState
-from kvjax.runtime.layer_reading import zero_after
+from kvjax.runtime.prefill_layer import zero_after
 from kvjax.runtime.programs import ONE_DEVICE
 from kvjax.runtime.sampling import Sampling
 from kvjax.runtime.stopping import stop_table

@@ -37,7 +37,7 @@ from kvjax.policies.base import Policy
 from kvjax.policies.empty_cache import empty_cache
 from kvjax.policies.page_capacities import page_capacities
 from kvjax.sharding import compile_thread
-from kvjax.sharding.decoder import local_decoder, local_layer
+from kvjax.sharding.exchange import local_decoder, local_layer
 from kvjax.sharding.mesh import Mesh
 from kvjax.sharding.partition import Partition
 from kvjax.sharding.placement import ROWS, cache_specs, context_specs, leaves_of, weight_specs

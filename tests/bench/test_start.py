@@ -6,20 +6,22 @@ import sys
 
 import pytest
 
-from kvjax.bench import start
+from kvjax.bench import first_hour
 from kvjax.errors import KvjaxError
 
 
 @pytest.mark.slow
 def test_a_conversation_and_random_requests_are_counted(tiny_model):
-    counted = start.count_programs("streamingllm:window=256")
+    counted = first_hour.count_programs("streamingllm:window=256")
     assert 2 <= counted.conversation <= 7 and counted.late == 0 and 4 <= counted.requests <= 12
 
 
 def test_the_first_process_is_apart_and_the_best_of_the_others_counts(monkeypatch):
     asked, seconds = [], iter([(9.0, 7.0), (3.0, 0.1), (2.0, 0.5)] * 5)
-    monkeypatch.setattr(start, "_seconds", lambda command, programs: asked.append((command, programs)) or next(seconds))
-    found = start.measure_seconds("some-model", 2, lambda what: None)
+    monkeypatch.setattr(
+        first_hour, "_seconds", lambda command, programs: asked.append((command, programs)) or next(seconds)
+    )
+    found = first_hour.measure_seconds("some-model", 2, lambda what: None)
     assert [each.best for each in found] == [2.0] * 5
     assert [each.first for each in found] == [None, None, None, 9.0, 9.0]
     assert [each.best_compiling for each in found] == [0.5] * 5
@@ -31,10 +33,10 @@ def test_the_first_process_is_apart_and_the_best_of_the_others_counts(monkeypatc
 
 def test_seconds_of_compiling_are_those_that_the_command_says(tmp_path):
     said = """print('{"outputs": [{"stats": {"compile_seconds": 1.5}}]}')"""
-    assert start._seconds([sys.executable, "-c", said, "--json"], tmp_path)[1] == 1.5
-    assert start._seconds([sys.executable, "-c", said], tmp_path)[1] is None
+    assert first_hour._seconds([sys.executable, "-c", said, "--json"], tmp_path)[1] == 1.5
+    assert first_hour._seconds([sys.executable, "-c", said], tmp_path)[1] is None
 
 
 def test_a_command_that_fails_is_one_sentence(tmp_path):
     with pytest.raises(KvjaxError, match="failed: no such model"):
-        start._seconds([sys.executable, "-c", "import sys; sys.exit('no such model')"], tmp_path)
+        first_hour._seconds([sys.executable, "-c", "import sys; sys.exit('no such model')"], tmp_path)

@@ -25,10 +25,10 @@ from kvjax.policies import KVzip
 from kvjax.policies.head_choice import gated_heads
 from kvjax.prompts import as_told
 from kvjax.runtime.gated_forward import hidden_states
+from kvjax.runtime.kvzip_scores import scored_tokens
 from kvjax.runtime.layer_forward import forward_layers
 from kvjax.runtime.layer_observer import LayerObserver
 from kvjax.runtime.programs import Programs
-from kvjax.runtime.repetition_scores import scored_tokens
 
 TEXT = " ".join(f"Item {i} weighs {7 * i % 31} grams and stands in row {i % 9}." for i in range(150))
 

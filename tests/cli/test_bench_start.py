@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 
-from kvjax.bench import machine, start
+from kvjax.bench import first_hour, machine
 
 
 def test_the_report_has_both_tables_and_the_machine(cli, monkeypatch, tmp_path):
-    monkeypatch.setattr(start, "measure_seconds", lambda *_: [start.Seconds("a short prompt", 12.34, 1.25, 9.87, 0.55)])
-    monkeypatch.setattr(start, "count_programs", lambda policy: start.Programs(policy, 3, 0, 10))
+    monkeypatch.setattr(
+        first_hour, "measure_seconds", lambda *_: [first_hour.Seconds("a short prompt", 12.34, 1.25, 9.87, 0.55)]
+    )
+    monkeypatch.setattr(first_hour, "count_programs", lambda policy: first_hour.Programs(policy, 3, 0, 10))
     saved = tmp_path / "start.json"
     ran = cli("bench", "start", "--policy", "full", "--markdown", "--json", str(saved))
     assert ran.code == 0 and "| a short prompt" in ran.out and "12.3 s" in ran.out and "1.25 s" in ran.out

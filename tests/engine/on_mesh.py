@@ -15,7 +15,7 @@ import numpy as np
 from toys import tiny_model
 
 import kvjax
-from kvjax.runtime import by_layers, programs
+from kvjax.runtime import prefill_by_layers, programs
 from kvjax.sharding.compile import Program
 
 #: The mesh of each policy.
@@ -28,7 +28,7 @@ def in_order(names: list[str]) -> None:
 
     def noted(self: Program, *arguments: Any, **static: Any) -> Any:
         own = threading.current_thread() is not threading.main_thread()
-        if own and self in (by_layers.PREFILL_LAYER_FRESH, programs.DECODE_CHUNK):
+        if own and self in (prefill_by_layers.PREFILL_LAYER_FRESH, programs.DECODE_CHUNK):
             names.append(self.function.__name__)
         return run(self, *arguments, **static)
 

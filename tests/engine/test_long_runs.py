@@ -20,8 +20,8 @@ from kvjax.engine.loop import Loop
 from kvjax.errors import UsageError
 from kvjax.policies import Policy, Selection, parse
 from kvjax.policies.window_layers import for_model
-from kvjax.runtime import by_layers
-from kvjax.runtime.repeating_by_layers import HOLD_LAYER, REPEAT_LAYER
+from kvjax.runtime import prefill_by_layers
+from kvjax.runtime.kvzip_prefill_by_layers import HOLD_LAYER, REPEAT_LAYER
 from kvjax.sharding.compile import Program
 
 LM = tiny_model(max_position=1024)
@@ -47,7 +47,7 @@ def test_long_prompts_are_left_when_a_layer_is_read_and_not_when_it_is_begun(mon
 
     def kept(self, *arguments, **static):
         found = run(self, *arguments, **static)
-        if self in (by_layers.PREFILL_LAYER_FRESH, HOLD_LAYER, REPEAT_LAYER):
+        if self in (prefill_by_layers.PREFILL_LAYER_FRESH, HOLD_LAYER, REPEAT_LAYER):
             made.append(jax.tree.leaves(found[0])[0])
         return found
 
@@ -72,7 +72,7 @@ def test_prompts_under_razor_are_left_between_layers_too():
     heads = {"num_heads": 4, "num_kv_heads": 4}
     for layers, few in ((8, False), (12, True)):
         lm = tiny_model(max_position=1024, num_layers=layers, **heads)
-        assert by_layers.can_stop_between_layers(for_model(parse(policy), lm.config), lm.params) is few
+        assert prefill_by_layers.can_stop_between_layers(for_model(parse(policy), lm.config), lm.params) is few
     with Engine(lm, policy, slots=2, prompt_tokens=400, new_tokens=8, max_pause=0.0) as engine:
         asked = [ids(390, 1), ids(20, 2), ids(300, 3)]
         handles = [engine.submit(prompt, max_new_tokens=6, chat=False) for prompt in asked]

@@ -32,7 +32,7 @@ from kvjax.figures import new_figure, png
 from kvjax.generation import generate
 from kvjax.policies import Policy, Signals, parse
 from kvjax.policies.window_layers import for_model
-from kvjax.runtime.reading import read_prompts
+from kvjax.runtime.prefill_batches import read_prompts
 
 LENGTH = 480
 SETTINGS = Settings("needles", "float32", ("niah_single_1",), samples=2)

@@ -18,7 +18,7 @@ from kvjax.checkpoints.load import load
 from kvjax.policies import Full, StreamingLLM, parse
 from kvjax.runtime.decode import forward_step
 from kvjax.runtime.prefill import logits_of
-from kvjax.runtime.reading import read_prompts
+from kvjax.runtime.prefill_batches import read_prompts
 
 CASE = next(case for case in tiny.CASES if case.name == "bloom_3_heads")
 LAYERS, HEADS = 2, 3

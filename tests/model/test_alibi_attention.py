@@ -22,7 +22,7 @@ from kvjax.model.decoder import random_decoder
 from kvjax.policies import Full
 from kvjax.policies.signals import Signals
 from kvjax.runtime.decode import forward_step
-from kvjax.runtime.layer_reading import read_layer
+from kvjax.runtime.prefill_layer import read_layer
 from kvjax.runtime.programs import ONE_DEVICE
 from kvjax.runtime.signal_collector import SignalCollector
 

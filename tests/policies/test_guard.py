@@ -226,7 +226,7 @@ def test_slots_that_a_later_turn_does_not_find_are_refused(tiny_model):
 
 @pytest.mark.parametrize(("policy", "says"), BEFORE.values(), ids=BEFORE.keys())
 def test_what_is_seen_before_anything_runs(tiny_model, monkeypatch, policy, says):
-    monkeypatch.setattr("kvjax.runtime.reading.read_prompts", lambda *_, **__: pytest.fail("something ran"))
+    monkeypatch.setattr("kvjax.runtime.prefill_batches.read_prompts", lambda *_, **__: pytest.fail("something ran"))
     for ask in (
         lambda: kvjax.generate(tiny_model, PROMPT, policy=policy, max_new_tokens=4),
         lambda: kvjax.plan(tiny_model, prompt_tokens=150, policy=policy),

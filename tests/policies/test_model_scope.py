@@ -26,7 +26,7 @@ from kvjax.model.decoder import abstract_decoder
 from kvjax.policies import AdaptiveHeads, KeyDiff, KVzip, Merged, PyramidKV, RoundAttention, ThinK, format_policy, parse
 from kvjax.policies.base import Step
 from kvjax.policies.empty_cache import empty_cache
-from kvjax.runtime.choosing_together import compress_together
+from kvjax.runtime.choice_of_all_layers import compress_together
 from kvjax.runtime.programs import PREFILL_FRESH
 from kvjax.sharding.compile import OneDevice
 

@@ -11,10 +11,10 @@ from support.compiled import compiled_programs
 import kvjax
 from kvjax import progress
 from kvjax.cache.quantisation import MODEL
-from kvjax.runtime import by_layers, choosing_by_layers, reading, single_layers
-from kvjax.runtime.by_layers import can_stop_between_layers, compiles_faster_by_layers, reading_by_layers
+from kvjax.runtime import prefill_batches, prefill_by_layers, prefill_choosing_by_layers, single_layer_programs
+from kvjax.runtime.prefill_by_layers import can_stop_between_layers, compiles_faster_by_layers, reading_by_layers
 from kvjax.runtime.programs import Programs
-from kvjax.runtime.single_layers import LayerwisePrompt
+from kvjax.runtime.single_layer_programs import LayerwisePrompt
 from kvjax.sharding.mesh import Mesh
 
 CASES = [
@@ -85,11 +85,11 @@ def check(lm, monkeypatch, policy, storage, names):
             *(facts(one) for one in kvjax.generate(lm, [QUESTION, OTHER], context=PROMPT, **how)),
         ]
 
-    monkeypatch.setattr(reading, "compiles_faster_by_layers", lambda *_: True)
+    monkeypatch.setattr(prefill_batches, "compiles_faster_by_layers", lambda *_: True)
     with compiled_programs() as programs:
         found = answers()
     assert all(programs[name] for name in names) and not programs["prefill_fresh"] and not programs["prefill_onto"]
-    monkeypatch.setattr(reading, "compiles_faster_by_layers", lambda *_: False)
+    monkeypatch.setattr(prefill_batches, "compiles_faster_by_layers", lambda *_: False)
     with compiled_programs() as programs:
         assert answers() == found
     assert programs["prefill_fresh"] and not programs[names[0]]
@@ -107,7 +107,7 @@ def test_layers_of_one_kind_share_one_program(lm):
 
 def test_an_accelerator_makes_the_zeros_that_a_cpu_is_handed(lm, monkeypatch):
     handed = kvjax.generate(lm, PROMPT, max_new_tokens=4)
-    for room in (single_layers, choosing_by_layers):
+    for room in (single_layer_programs, prefill_choosing_by_layers):
         monkeypatch.setattr(room, "zeros_are_sent", lambda: False)
     with compiled_programs() as programs:
         assert kvjax.generate(lm, PROMPT, max_new_tokens=4).tokens == handed.tokens
@@ -142,7 +142,7 @@ def test_a_cache_is_consumed_only_where_it_may_be(lm):
         device = Programs().device(kvjax.Full(), lm.config)
         sizes = {"prompt_capacity": 128, "new_capacity": 8, "own_capacity": None}
         given = device, lm.params, cache, ids, count, count + before, consume, "float32", MODEL
-        return reading.finished(reading_by_layers(LayerwisePrompt(*given, sizes, reading.unheard)))
+        return prefill_batches.finished(reading_by_layers(LayerwisePrompt(*given, sizes, prefill_batches.unheard)))
 
     made = kvjax.read(lm, PROMPT)
     kept, logits = read(made, False)
@@ -158,7 +158,7 @@ def test_a_turn_that_fails_between_layers_gives_the_conversation_back(lm, monkey
     chat.send("Hello there")
     same = kvjax.Chat(lm, max_new_tokens=3)
     same.send("Hello there")
-    program, calls = by_layers.PREFILL_LAYER_ONTO, []
+    program, calls = prefill_by_layers.PREFILL_LAYER_ONTO, []
 
     def failing(*arguments, **static):
         calls.append(static["donate"])
@@ -166,25 +166,25 @@ def test_a_turn_that_fails_between_layers_gives_the_conversation_back(lm, monkey
             raise RuntimeError("RESOURCE_EXHAUSTED")
         return program(*arguments, **static)
 
-    monkeypatch.setattr(by_layers, "PREFILL_LAYER_ONTO", failing)
+    monkeypatch.setattr(prefill_by_layers, "PREFILL_LAYER_ONTO", failing)
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
         chat.send("And then?")
     assert calls == [True] * 3
-    monkeypatch.setattr(by_layers, "PREFILL_LAYER_ONTO", program)
+    monkeypatch.setattr(prefill_by_layers, "PREFILL_LAYER_ONTO", program)
     assert chat.send("And then?").tokens == same.send("And then?").tokens
 
 
 def test_the_host_waits_before_it_is_far_ahead(monkeypatch):
     waited = []
-    monkeypatch.setattr(single_layers, "AHEAD", 2)
-    monkeypatch.setattr(single_layers, "ready", lambda last: waited.append(last.shape))
+    monkeypatch.setattr(single_layer_programs, "AHEAD", 2)
+    monkeypatch.setattr(single_layer_programs, "ready", lambda last: waited.append(last.shape))
     kvjax.generate(toys.tiny_model(num_layers=5), PROMPT, max_new_tokens=1)
     assert waited == [(1,)] * 3
 
 
 @pytest.mark.parametrize("policy", ["full", "kvzip:ratio=0.5,chunk=16"])
 def test_progress_says_how_much_of_the_prompts_is_read(monkeypatch, policy):
-    monkeypatch.setattr(single_layers, "AHEAD", 0)
+    monkeypatch.setattr(single_layer_programs, "AHEAD", 0)
     told: list[tuple[str, float]] = []
     monkeypatch.setattr(progress.Stage, "advance", lambda stage, more: told.append((stage.name, more)))
     lm = toys.tiny_model(num_layers=5)

@@ -19,7 +19,7 @@ from kvjax.planning.request_shape import RequestShape
 from kvjax.policies import parse
 from kvjax.policies.fixed import fixed
 from kvjax.runtime.programs import PREFILL_ONTO
-from kvjax.runtime.share import share_chosen
+from kvjax.runtime.share_context import share_chosen
 from kvjax.sharding.compile import OneDevice
 
 CONTEXT, ROWS, QUESTION = 4096, 4, 64

@@ -13,8 +13,8 @@ from kvjax.model.config import RopeConfig
 from kvjax.model.decoder import random_decoder
 from kvjax.model.rope import angles_of_layers, prompt_positions
 from kvjax.policies.signals import Signals
-from kvjax.runtime import layer_reading
-from kvjax.runtime.layer_reading import read_rows
+from kvjax.runtime import prefill_layer as layer_reading
+from kvjax.runtime.prefill_layer import read_rows
 from kvjax.runtime.signal_collector import SignalCollector
 
 TOKENS = 64

@@ -100,7 +100,7 @@ def test_a_long_answer_takes_what_its_question_left_before_its_rows_grow(lm, pol
 
 def test_scored_answers_are_in_the_bytes_that_the_check_counts(lm, checks, monkeypatch):
     context, made = kvjax.read(lm, CONTEXT, policy="snapkv:ratio=0.25", once=True), []
-    real = kvjax.runtime.reading.read_prompts
+    real = kvjax.runtime.prefill_batches.read_prompts
     monkeypatch.setattr(
         "kvjax.scoring.read_prompts", lambda *given, **how: made.append(real(*given, **how)) or made[-1]
     )

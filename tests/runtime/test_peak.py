@@ -8,7 +8,7 @@ from toys import tiny_config
 
 from kvjax.chips import chip
 from kvjax.policies import parse
-from kvjax.runtime.peak import prefill_peak_bytes
+from kvjax.runtime.prefill_peak import prefill_peak_bytes
 
 #: An 8B model's channels, with the KV heads that one device of a mesh of 2 x 8 has of it: all where they share slots.
 CHANNELS = {"hidden_size": 4096, "head_dim": 128, "intermediate_size": 14336, "max_position": 65536}

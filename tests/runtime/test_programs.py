@@ -22,7 +22,7 @@ from kvjax.policies.empty_cache import empty_cache
 from kvjax.policies.window_layers import for_model
 from kvjax.runtime import synthetic
 from kvjax.runtime.compilation import compile_clock
-from kvjax.runtime.peak import prefill_peak_bytes
+from kvjax.runtime.prefill_peak import prefill_peak_bytes
 from kvjax.runtime.programs import DECODE_CHUNK, ONE_DEVICE, PREFILL_FRESH
 from kvjax.runtime.synthetic import benchmark_controls, decode_state, filled_cache
 from kvjax.sharding.compile import OneDevice

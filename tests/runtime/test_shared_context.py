@@ -11,7 +11,7 @@ import kvjax
 from kvjax.cache.buckets import NEW_TOKENS, prompt_bucket
 from kvjax.cache.cache import materialised
 from kvjax.memory_needs import cache_bytes, shared_context_bytes
-from kvjax.runtime import reading
+from kvjax.runtime import prefill_batches
 
 RNG = np.random.default_rng(0)
 #: Longer than one page and one partition; ends within both.
@@ -36,7 +36,7 @@ def answers(lm, questions=QUESTIONS, *, copied=False, monkeypatch, **request) ->
     request = {"max_new_tokens": 30, "logprobs": True, **request}
     with monkeypatch.context() as patch:
         if copied:
-            patch.setattr(reading, "shares", lambda policy, storage: False)
+            patch.setattr(prefill_batches, "shares", lambda policy, storage: False)
         return kvjax.generate(lm, questions, **request)
 
 

@@ -21,7 +21,7 @@ from kvjax.planning import plan
 from kvjax.policies import parse
 from kvjax.runtime.programs import DECODE_CHUNK
 from kvjax.runtime.synthetic import benchmark_controls, decode_state
-from kvjax.sharding.collectives import collectives
+from kvjax.sharding.hlo_collectives import collectives
 from kvjax.sharding.mesh import Mesh
 from kvjax.sharding.partition import Partition
 from kvjax.sharding.placement import cache_specs, of_all, place_weights

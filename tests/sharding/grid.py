@@ -25,7 +25,7 @@ from kvjax.cache import buckets
 from kvjax.planning.request_shape import RequestShape
 from kvjax.policies import parse
 from kvjax.policies.base import Policy
-from kvjax.runtime import by_layers, reading
+from kvjax.runtime import prefill_batches, prefill_by_layers
 
 #: Every policy, at a size at which it drops something of these prompts.
 POLICIES: dict[str, str | Policy] = {
@@ -214,12 +214,12 @@ def policy_of(case: Case) -> Any:
 
 def numbers(case: Case, lm: Any) -> tuple[dict[str, Any], Any]:
     """What a case gives on this model, and the outputs of its first turn."""
-    rooms, faster, plan = buckets.NEW_TOKENS, reading.compiles_faster_by_layers, RequestShape.plan
+    rooms, faster, plan = buckets.NEW_TOKENS, prefill_batches.compiles_faster_by_layers, RequestShape.plan
     checked, turn = [], None
-    compiled = by_layers.PREFILL_LAYER_FRESH.compilations()
-    buckets.NEW_TOKENS = reading.NEW_TOKENS = 8 if case.grow else rooms
+    compiled = prefill_by_layers.PREFILL_LAYER_FRESH.compilations()
+    buckets.NEW_TOKENS = prefill_batches.NEW_TOKENS = 8 if case.grow else rooms
     try:
-        reading.compiles_faster_by_layers = lambda *_: case.layers
+        prefill_batches.compiles_faster_by_layers = lambda *_: case.layers
         RequestShape.plan = lambda *given: checked.append(plan(*given)) or checked[-1]
         policy = policy_of(case)
         tokens = 12 if case.grow else 5
@@ -249,9 +249,9 @@ def numbers(case: Case, lm: Any) -> tuple[dict[str, Any], Any]:
             turn = turns[0][0].stats.device_cache_bytes, checked[-1].cache_bytes
     finally:
         RequestShape.plan = plan
-        buckets.NEW_TOKENS = reading.NEW_TOKENS = rooms
-        reading.compiles_faster_by_layers = faster
-    assert case.layers == (by_layers.PREFILL_LAYER_FRESH.compilations() > compiled)
+        buckets.NEW_TOKENS = prefill_batches.NEW_TOKENS = rooms
+        prefill_batches.compiles_faster_by_layers = faster
+    assert case.layers == (prefill_by_layers.PREFILL_LAYER_FRESH.compilations() > compiled)
     found = {
         "tokens": [output.tokens for output in outputs],
         "logprobs": [output.logprobs for output in outputs],

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.devices import printed
 
-from kvjax.sharding.collectives import collectives
+from kvjax.sharding.hlo_collectives import collectives
 
 
 @pytest.fixture(scope="module")

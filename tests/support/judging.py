@@ -32,12 +32,13 @@ def reached(*_: Any, **__: Any) -> Any:
 
 #: What runs a model, measures, downloads or joins other processes.
 RUNS = (
-    "kvjax.runtime.reading:read_prompts", "kvjax.rounds.strategy:read_question", "kvjax.batch.batch_run:_Run.run",
+    "kvjax.runtime.prefill_batches:read_prompts", "kvjax.rounds.strategy:read_question",
+    "kvjax.batch.batch_run:_Run.run",
     "kvjax.eval.compare:Comparison.run", "kvjax.eval.round_questions:RoundComparison.run",
     "kvjax.eval.recommend.measure:measure", "kvjax.eval.suites.runner:Runner",
     "kvjax.eval.suites.data:DataFolder.download",
     "kvjax.eval.positions:retained_positions", "kvjax.eval.question_answer:last_round",
-    "kvjax.bench.measurements:Bench", "kvjax.bench.startup:measure_startup", "kvjax.bench.start:measure",
+    "kvjax.bench.measurements:Bench", "kvjax.bench.cold_start:measure_startup", "kvjax.bench.first_hour:measure",
     "kvjax.model.decoder:random_decoder", "pallas_kernels.bench.decode:run", "pallas_kernels.tune:run",
     "kvjax.calibrate.retrieval:_scores", "kvjax.calibrate.divergence:question_mass",
     "kvjax.calibrate.filters:forward_layers", "kvjax.calibrate.kvzip_scorer:_collected",

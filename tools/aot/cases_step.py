@@ -19,7 +19,7 @@ from kvjax.model.tiling import weight_layout
 from kvjax.policies import parse
 from kvjax.policies.empty_cache import empty_cache
 from kvjax.runtime.decode import Controls, DecodeState, decode_chunk
-from kvjax.runtime.share import share_types
+from kvjax.runtime.share_context import share_types
 from kvjax.runtime.synthetic import benchmark_controls, decode_state
 from kvjax.sharding.compile import OneDevice, put_pools, take_pools
 from tools.aot.cases import Case

@@ -54,7 +54,7 @@ def compile_case(
 
     from kvjax.planning import plan
     from kvjax.policies import parse
-    from kvjax.sharding.collectives import collectives
+    from kvjax.sharding.hlo_collectives import collectives
     from tools.aot.whole_model import DTYPE, LLAMA_8B, whole_model
 
     config = dataclasses.replace(LLAMA_8B, num_layers=layers)

@@ -22,8 +22,8 @@ from kvjax.policies.split_cache import SplitCache
 from kvjax.rounds import round_programs
 from kvjax.rounds.conversation import UpperRows
 from kvjax.rounds.steps import empty_stage
-from kvjax.sharding.collectives import collectives
 from kvjax.sharding.compile import Named, specs_of
+from kvjax.sharding.hlo_collectives import collectives
 from kvjax.sharding.mesh import Mesh, near_grid
 from kvjax.sharding.partition import Partition
 from kvjax.sharding.placement import ROWS, cache_specs, of_all, weight_specs

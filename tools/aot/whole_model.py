@@ -20,10 +20,10 @@ from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import abstract_decoder, without_layers
 from kvjax.model.tiling import weight_layout
 from kvjax.policies.base import Policy
-from kvjax.runtime.alike import numbers_of_kind
-from kvjax.runtime.by_layers import PREFILL_LAYER_FRESH, compiles_faster_by_layers
+from kvjax.runtime.alike_layers import numbers_of_kind
+from kvjax.runtime.prefill_by_layers import PREFILL_LAYER_FRESH, compiles_faster_by_layers
 from kvjax.runtime.programs import DECODE_CHUNK, PREFILL_FRESH
-from kvjax.runtime.single_layers import LayerInput
+from kvjax.runtime.single_layer_programs import LayerInput
 from kvjax.runtime.synthetic import benchmark_controls, decode_state
 from kvjax.sharding.compile import Device, OneDevice
 from kvjax.sharding.mesh import Mesh, near_grid

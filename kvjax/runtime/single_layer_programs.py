@@ -21,9 +21,9 @@ from kvjax.cache.layer_view import layer_view
 from kvjax.cache.quantisation import Storage
 from kvjax.cache.shared_context import SharedLayer
 from kvjax.model.decoder import Decoder, DecoderLayer, without_layers
-from kvjax.runtime.alike import numbers_of_kind
-from kvjax.runtime.layer_step import Counts
+from kvjax.runtime.alike_layers import numbers_of_kind
 from kvjax.runtime.prefill import last_hidden, pages_onto
+from kvjax.runtime.prefill_and_compress import Counts
 from kvjax.sharding.compile import ROW, Device, Program, put
 from kvjax.waiting import ready
 from pallas_kernels import dispatch
@@ -40,7 +40,7 @@ class LayerInput(NamedTuple):
     """The arrays that every layer of a prompt reads.
 
     Attributes:
-      tokens: ids, [B, T], which the first layer embeds. counts: as :data:`kvjax.runtime.layer_step.Counts`.
+      tokens: ids, [B, T], which the first layer embeds. counts: as :data:`kvjax.runtime.prefill_and_compress.Counts`.
       first, last: whether it is the model's first layer, and its last, which computes the logits. index: its number.
     """
 

@@ -5,7 +5,7 @@ asked to repeat the prompt, chunk by chunk, in one loop: each pass attends to th
 every key gets. Only then does the policy choose in each layer. The passes write nowhere but to their own keys and
 values, which end with them.
 
-A policy whose layers share their slots, repeated or not, chooses in all layers together: ``choosing_together.py``.
+A policy whose layers share their slots, repeated or not, chooses in all layers together: ``choice_of_all_layers.py``.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from kvjax.cache.shared_context import SharedLayer
 from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.model.rope import Angles, angles_of_layers, prompt_positions
 from kvjax.policies.signals import Mass, PromptSignals
-from kvjax.runtime.alike import numbers_of_kind
-from kvjax.runtime.choosing_together import compress_together
-from kvjax.runtime.layer_reading import read_rows
-from kvjax.runtime.layer_step import compress_once, compress_one, read_once, read_one, shared_before
-from kvjax.runtime.repetition import Passes
+from kvjax.runtime.alike_layers import numbers_of_kind
+from kvjax.runtime.choice_of_all_layers import compress_together
+from kvjax.runtime.kvzip_passes import Passes
+from kvjax.runtime.prefill_and_compress import compress_once, compress_one, read_once, read_one, shared_before
+from kvjax.runtime.prefill_layer import read_rows
 from kvjax.runtime.signal_collector import SignalCollector
 from pallas_kernels.kept_tokens import KeptTokens
 

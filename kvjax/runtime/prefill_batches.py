@@ -18,11 +18,11 @@ from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
 from kvjax.policies.composition import shares
-from kvjax.runtime.by_layers import compiles_faster_by_layers, program_names, reading_by_layers
-from kvjax.runtime.choosing_by_layers import choosing_by_layers
+from kvjax.runtime.kvzip_prefill_by_layers import repeating_by_layers
+from kvjax.runtime.prefill_by_layers import compiles_faster_by_layers, program_names, reading_by_layers
+from kvjax.runtime.prefill_choosing_by_layers import choosing_by_layers
 from kvjax.runtime.programs import ONE_DEVICE, Programs
-from kvjax.runtime.repeating_by_layers import repeating_by_layers
-from kvjax.runtime.single_layers import LayerwisePrompt, Reading
+from kvjax.runtime.single_layer_programs import LayerwisePrompt, Reading
 from kvjax.runtime.token_logprobs import next_logprobs
 
 

@@ -20,11 +20,11 @@ from kvjax.cache.quantisation import Storage
 from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.model.rope import angles_of_layers, prompt_positions
 from kvjax.policies.base import Policy
-from kvjax.runtime.alike import numbers_of_kind
-from kvjax.runtime.layer_step import read_and_compress
+from kvjax.runtime.alike_layers import numbers_of_kind
 from kvjax.runtime.prefill import after_reading
+from kvjax.runtime.prefill_and_compress import read_and_compress
 from kvjax.runtime.signal_collector import signal_collector
-from kvjax.runtime.single_layers import (
+from kvjax.runtime.single_layer_programs import (
     Begun,
     LayerInput,
     LayerwisePrompt,

@@ -18,7 +18,7 @@ from kvjax.model.rope import Angles
 from kvjax.policies.base import Policy, PromptChunk
 from kvjax.policies.signals import Mass, PromptSignals
 from kvjax.policies.traced_checks import check_arrays, check_compressed
-from kvjax.runtime.layer_reading import read_rows, zero_after
+from kvjax.runtime.prefill_layer import read_rows, zero_after
 from kvjax.runtime.signal_collector import SignalCollector
 from pallas_kernels.kept_tokens import KeptTokens
 

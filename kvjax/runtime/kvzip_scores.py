@@ -15,10 +15,10 @@ from kvjax.model.decoder import Decoder
 from kvjax.model.rope import angles_of_layers, prompt_positions
 from kvjax.policies.full import Full
 from kvjax.policies.signals import Repetition
-from kvjax.runtime.layer_reading import read_rows
+from kvjax.runtime.kvzip_passes import Passes
+from kvjax.runtime.kvzip_prefill import hold, repeated
+from kvjax.runtime.prefill_layer import read_rows
 from kvjax.runtime.programs import Programs
-from kvjax.runtime.repeating import hold, repeated
-from kvjax.runtime.repetition import Passes
 from kvjax.sharding.compile import Device, Named, Program
 
 

@@ -1,6 +1,6 @@
 """Prompts of a policy whose layers share their slots, layer by layer: each is read and weighed, then each is laid out.
 
-The numbers are those of :mod:`kvjax.runtime.choosing_together`, in one program of all layers. Here two programs serve
+The numbers are those of :mod:`kvjax.runtime.choice_of_all_layers`, one program of all layers. Here two programs serve
 every layer: one reads the prompt, leaves its keys and values whole, and weighs them; one lays a layer out in the pool,
 and in the first layer chooses among all before. A prompt that is repeated takes a third. On one device alone.
 """
@@ -21,9 +21,8 @@ from kvjax.cache.pool import LayerCache
 from kvjax.cache.quantisation import Storage
 from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.policies.base import Weighed
-from kvjax.runtime.choosing_together import chosen_of_all, lay_out_one, weigh_one
-from kvjax.runtime.prefill import after_reading
-from kvjax.runtime.repeating_by_layers import (
+from kvjax.runtime.choice_of_all_layers import chosen_of_all, lay_out_one, weigh_one
+from kvjax.runtime.kvzip_prefill_by_layers import (
     Pass,
     Peak,
     Whole,
@@ -33,7 +32,8 @@ from kvjax.runtime.repeating_by_layers import (
     repeat_once,
     unread,
 )
-from kvjax.runtime.single_layers import (
+from kvjax.runtime.prefill import after_reading
+from kvjax.runtime.single_layer_programs import (
     Begun,
     LayerInput,
     LayerwisePrompt,
@@ -166,7 +166,7 @@ EMPTY_POOL = Program(empty_pool, None, ("pages", "dtype", "storage"))
 
 
 def choosing_by_layers(prompt: LayerwisePrompt) -> Reading:
-    """:func:`kvjax.runtime.by_layers.reading_by_layers` of prompts whose layers choose together.
+    """:func:`kvjax.runtime.prefill_by_layers.reading_by_layers` of prompts whose layers choose together.
 
     The prompt's ``note`` has nothing to hear: a cache that is consumed goes when the new one is whole.
     """

@@ -23,8 +23,8 @@ from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Policy, PromptChunk, Weighed
 from kvjax.policies.candidates import gather_candidates, places_of
 from kvjax.policies.signals import PromptSignals
-from kvjax.runtime.layer_reading import zero_after
-from kvjax.runtime.layer_step import Counts
+from kvjax.runtime.prefill_and_compress import Counts
+from kvjax.runtime.prefill_layer import zero_after
 
 #: Keys and values [B, H, T, D] of a layer's new tokens.
 Dense = tuple[Float[Array, "B H T D"], Float[Array, "B H T D"]]

@@ -1,4 +1,4 @@
-"""Inputs and observers of the passes that repeat a prompt (KVzip, arXiv 2505.23416); see repeating.py."""
+"""Inputs and observers of the passes that repeat a prompt (KVzip, arXiv 2505.23416); see kvzip_prefill.py."""
 
 from __future__ import annotations
 

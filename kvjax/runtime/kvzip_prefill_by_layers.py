@@ -1,7 +1,7 @@
 """A prompt that is repeated (KVzip), layer by layer: each layer reads it, then each pass goes through the layers.
 
-The numbers are those of :func:`kvjax.runtime.repeating.read_then_choose`, which is one program of all layers. Here two
-programs serve every layer of a kind: one reads the prompt and leaves its keys and values whole, one takes a pass
+The numbers are those of :func:`kvjax.runtime.kvzip_prefill.read_then_choose`, which is one program of all layers. Here
+two programs serve every layer of a kind: one reads the prompt and leaves its keys and values whole, one takes a pass
 through a layer, and in the last pass lets the policy choose. On one device alone.
 """
 
@@ -22,12 +22,12 @@ from kvjax.model.rope import angles_of_layers, prompt_positions
 from kvjax.policies.base import Policy
 from kvjax.policies.signals import PromptSignals, Repetition
 from kvjax.policies.traced_checks import check_arrays
-from kvjax.runtime.layer_step import compress_one, read_one
+from kvjax.runtime.kvzip_passes import Passes
+from kvjax.runtime.kvzip_prefill import hold, pass_through, with_repeated
 from kvjax.runtime.prefill import after_reading
-from kvjax.runtime.repeating import hold, pass_through, with_repeated
-from kvjax.runtime.repetition import Passes
+from kvjax.runtime.prefill_and_compress import compress_one, read_one
 from kvjax.runtime.signal_collector import signal_collector
-from kvjax.runtime.single_layers import (
+from kvjax.runtime.single_layer_programs import (
     Begun,
     LayerInput,
     LayerwisePrompt,
@@ -202,7 +202,7 @@ def holding(prompt: LayerwisePrompt) -> Generator[Array, None, tuple[list[Any], 
 
 
 def repeating_by_layers(prompt: LayerwisePrompt) -> Reading:
-    """:func:`kvjax.runtime.by_layers.reading_by_layers` of prompts that are repeated."""
+    """:func:`kvjax.runtime.prefill_by_layers.reading_by_layers` of prompts that are repeated."""
     cache = prompt.cache
     held, x, passes, begun, logits = yield from holding(prompt)
     layers: list[Any] = [None] * len(held) if cache is None else list(cache.layers)
