@@ -29,6 +29,13 @@ def test_keywords_for_type_checkers_are_the_fields():
     assert found == {name: field.type for name, field in FIELDS.items()}
 
 
+def test_a_plan_without_options_is_that_of_a_generation_without_options():
+    parameters = inspect.signature(kvjax.plan).parameters
+    shared = parameters.keys() & FIELDS.keys()
+    assert shared >= {"policy", "storage", "max_new_tokens", "memory_limit", "reserve_tokens", "prompt_logprobs"}
+    assert {name: parameters[name].default for name in shared} == {name: FIELDS[name].default for name in shared}
+
+
 def test_every_default_passes_its_own_check():
     options = kvjax.GenerationOptions()
     assert dataclasses.replace(options) == options and hash(options) == hash(kvjax.GenerationOptions())
