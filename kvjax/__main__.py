@@ -1,7 +1,17 @@
-"""``python -m kvjax``: the same as the ``kvjax`` command."""
+"""The ``kvjax`` command, and ``python -m kvjax``."""
 
 import sys
 
-from kvjax.cli.main import main
 
-sys.exit(main())
+def main() -> int:
+    """Run the command line and return its exit code, also where Ctrl-C comes before the application is loaded."""
+    try:
+        from kvjax.cli.main import main as run
+    except KeyboardInterrupt:
+        print("kvjax: Interrupted.", file=sys.stderr)
+        return 130
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -59,7 +59,8 @@ def number(name: str, value: Any, least: float, most: float = MOST_NUMBER, *, op
         lower = f"above {least:g}" if open_below else f"of at least {least:g}"
         passed = most < MOST_NUMBER or (is_number and value > most and value != math.inf)
         upper = f" and at most {most:g}" if passed else ""
-        raise UsageError(f"{name} is {quoted(value)}; give a number {lower}{upper}.")
+        finite = "finite " if is_number and abs(value) == math.inf else ""
+        raise UsageError(f"{name} is {quoted(value)}; give a {finite}number {lower}{upper}.")
 
 
 def true_or_false(name: str, value: Any) -> None:

@@ -20,10 +20,13 @@ class Interrupt:
     Attributes:
       requested: whether it was pressed.
       finishing: whether what remains is to be done all the same, because it gives what there is.
+      answered: whether it ended something: by an error, or by what the block gives. Otherwise it came when all was
+        done, and is told once more after the block, to whatever comes next.
     """
 
     requested = False
     finishing = False
+    answered = False
 
 
 class BrokenOff(KeyboardInterrupt):
@@ -35,6 +38,7 @@ class _Main:
 
     active: Interrupt | None = None
     breakable = 0
+    again: threading.Timer | None = None
 
 
 #: Seconds after which Ctrl-C is told once more, where it came while Python cleaned up.
@@ -56,6 +60,41 @@ def _in_cleanup(frame: FrameType | None) -> bool:
     return False
 
 
+def _tell_again() -> None:
+    """Send Ctrl-C once more, a moment later."""
+    _Main.again = threading.Timer(_AGAIN, os.kill, (os.getpid(), signal.SIGINT))
+    _Main.again.daemon = True  # a process that has ended by then is not told
+    _Main.again.start()
+
+
+def _raise_or_tell_again(number: int, frame: FrameType | None) -> None:
+    """Python's own handler, but where Python drops what it raises."""
+    if _in_cleanup(frame):
+        _tell_again()
+    else:
+        raise KeyboardInterrupt
+
+
+#: Handlers in whose place :func:`interruptible` puts its own.
+_RAISING = (signal.default_int_handler, _raise_or_tell_again)
+
+
+@contextmanager
+def never_lost() -> Iterator[None]:
+    """Have every Ctrl-C of this block raise, also one that comes while Python cleans up and drops what is raised."""
+    handled = _in_main() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if handled:
+        signal.signal(signal.SIGINT, _raise_or_tell_again)
+    try:
+        yield
+    finally:
+        if handled:
+            if _Main.again is not None:
+                _Main.again.cancel()  # all is done
+            if signal.getsignal(signal.SIGINT) is _raise_or_tell_again:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _in_main() -> bool:
     return threading.current_thread() is threading.main_thread()
 
@@ -72,7 +111,7 @@ def interruptible() -> Iterator[Interrupt]:
         yield interrupt
         return
     previous = signal.getsignal(signal.SIGINT)
-    if previous is not signal.default_int_handler:  # someone else handles it: leave it to them
+    if previous not in _RAISING:  # someone else handles it: leave it to them
         yield interrupt
         return
 
@@ -87,17 +126,23 @@ def interruptible() -> Iterator[Interrupt]:
             return
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if _Main.breakable and not interrupt.finishing:
+            interrupt.answered = True
             raise BrokenOff
 
     outer, _Main.active, _Main.breakable = _Main.active, interrupt, 0
     signal.signal(signal.SIGINT, handle)
     try:
         yield interrupt
+    except BaseException:
+        interrupt.answered = True
+        raise
     finally:
         _Main.active, _Main.breakable = outer, 0
         # A handler that someone installed meanwhile (a stream may be held for long) is theirs.
         if signal.getsignal(signal.SIGINT) in (handle, signal.default_int_handler):
             signal.signal(signal.SIGINT, previous)
+        if interrupt.requested and not interrupt.answered:
+            _tell_again()
 
 
 def breakably(function: Callable[[], T]) -> T:
@@ -112,6 +157,7 @@ def breakably(function: Callable[[], T]) -> T:
         _Main.breakable += 1
         active = _Main.active
         if active is not None and active.requested and not active.finishing:
+            active.answered = True
             raise BrokenOff
         return function()
     finally:

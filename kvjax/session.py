@@ -346,6 +346,8 @@ class Session:
         self._check_kept(own, decoded=self._fed > 0)
         left = self.continuation()
         rows = [self._output(row, cache, left, *counters) for row in range(request.rows)]
+        if any(row.finish_reason == "interrupted" for row in rows):
+            self._interrupt.answered = True
         grouped = [rows[i] if n == 1 else rows[i * n : (i + 1) * n] for i in range(len(rows) // n)]
         return grouped[0] if request.tokens.single else grouped
 

@@ -23,7 +23,8 @@ import toys
 
 import kvjax
 from kvjax import waiting
-from kvjax.interrupt import BrokenOff, breakably, interruptible
+from kvjax.interrupt import BrokenOff, breakably, interruptible, never_lost
+from kvjax.session import Session
 from kvjax.sharding import compile_thread
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -184,6 +185,38 @@ def test_ctrl_c_while_python_cleans_up_is_told_once_more(capfd, made):
     with interruptible(), pytest.raises(BrokenOff):
         breakably(work)
     assert time.monotonic() - before < AT_ONCE and capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("made", [Finalised, Watched])
+def test_ctrl_c_while_python_cleans_up_is_not_lost_in_a_command(capfd, made):
+    before = time.monotonic()
+    with never_lost(), pytest.raises(KeyboardInterrupt):
+        made()
+        time.sleep(5)
+    assert time.monotonic() - before < AT_ONCE and capfd.readouterr().err == ""
+    with never_lost(), pytest.raises(BrokenOff), interruptible():
+        breakably(lambda: signal.raise_signal(signal.SIGINT))
+
+
+def test_ctrl_c_that_comes_when_all_is_done_ends_what_comes_next(lm, monkeypatch):
+    """As it would have a moment later; the answer is whole."""
+    collect, whole = Session._collect, kvjax.generate(lm, "hello", max_new_tokens=1)
+
+    def pressed(self, *args):
+        signal.raise_signal(signal.SIGINT)
+        return collect(self, *args)
+
+    monkeypatch.setattr(Session, "_collect", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        output = kvjax.generate(lm, "hello", max_new_tokens=1)
+        time.sleep(5)
+    assert output.tokens == whole.tokens and output.finish_reason == whole.finish_reason == "length"
+    output = kvjax.generate(lm, "hello", max_new_tokens=9)
+    time.sleep(0.1)  # it has been told: nothing comes later
+    assert output.finish_reason == "interrupted"
+    with never_lost():  # a command that is over
+        kvjax.generate(lm, "hello", max_new_tokens=1)
+    time.sleep(0.1)
 
 
 def test_the_second_ctrl_c_is_an_error_as_usual(lm):

@@ -107,7 +107,8 @@ def run(
       order: of the output: "input", or "id" (whole numbers first, then text; a row without one has its number).
       format: of the output, "jsonl" or "parquet"; by default the input's.
       shard_rows: rows of a shard; by default all of a small job, a quarter of one of 64 batches, and about 4,096 at
-        most; with several processes 32 shards each, of a batch at least. A job that was begun keeps its own.
+        most; with several processes 32 shards each, of a batch at least. A job that was begun keeps its own and
+        refuses another number.
       keywords: fields of :class:`kvjax.GenerationOptions`, in place of those of ``options``:
 
     Raises:
@@ -182,6 +183,11 @@ class _Run:
     def _run(self, shard_rows: int | None) -> Report:
         rows = shard_rows or rows_of_shard(len(self._job.source), self._group.processes, self._size)
         manifest = self._agree(rows)
+        if shard_rows not in (None, manifest.shard_rows):
+            raise UsageError(
+                f"{self._folder} holds this job in shards of {manifest.shard_rows} rows, and shard_rows is "
+                f"{shard_rows}; leave it out, or choose another folder."
+            )
         shards = manifest.shards(self._folder)
         self._order = self._ordered()
         finished, turn = self._finished(manifest, shards, 0), 0

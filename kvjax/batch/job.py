@@ -176,7 +176,7 @@ def open_folder(folder: Path, job: Job, shard_rows: int) -> Manifest:
 
     Args:
       folder: which is there, and :func:`kvjax.held_folder.held`.
-      job: the job. shard_rows: for a new one; one that was begun keeps its own.
+      job: the job. shard_rows: for a new one.
 
     Raises:
       UsageError: the folder holds another job, or files that are none of a job's.

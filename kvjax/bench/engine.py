@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -12,6 +11,7 @@ import numpy as np
 from kvjax.bench import machine
 from kvjax.cache.buckets import prompt_bucket
 from kvjax.checkpoints.load import LanguageModel
+from kvjax.checks import MOST_SLOTS
 from kvjax.engine.core import EngineCore
 from kvjax.engine.engine_report import EngineReport, report_of
 from kvjax.engine.simulate import Arrival
@@ -59,8 +59,9 @@ def three_numbers(flag: str, text: str) -> list[float]:
         found = [float(part) for part in text.split(",")]
     except ValueError:
         found = []
-    if len(found) != 3 or not all(math.isfinite(value) and value >= 1 for value in found):
-        raise UsageError(f"{flag} is {quoted(text)}; give three numbers of at least 1, such as 80,20,600.")
+    if len(found) != 3 or not all(1 <= value <= MOST_SLOTS for value in found):
+        upper = f" and at most {MOST_SLOTS}" if any(value > MOST_SLOTS for value in found) else ""
+        raise UsageError(f"{flag} is {quoted(text)}; give three numbers of at least 1{upper}, such as 80,20,600.")
     return found
 
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from kvjax.cache.host_memory import as_numpy
 from kvjax.documents import parse_json
 from kvjax.errors import KvjaxError, UsageError, quoted
 from kvjax.files import check_folder, disk_reason, reason, write_atomically
@@ -76,7 +77,7 @@ def train(
     with stage("job", "training", unit="steps", total=steps - done) as shown:
         for step in range(done, steps):
             params, state, value = update(params, state, batch(step), fixed)
-            losses[step] = value
+            losses[step] = as_numpy(value)  # NumPy, asking for the number itself, would hide a Ctrl-C
             if not np.isfinite(losses[step]):
                 raise KvjaxError(f"The loss of step {step + 1} is not finite; give a lower learning rate.")
             if folder is not None and ((step + 1) % every == 0 or step + 1 == steps):

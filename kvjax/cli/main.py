@@ -23,6 +23,7 @@ from kvjax.cli.app import INTERRUPTED, root_command
 from kvjax.cli.in_flags import in_flags, parsing_refusal
 from kvjax.environment import switched
 from kvjax.errors import QUOTED, KvjaxError, UsageError, cut, one_sentence, quoted
+from kvjax.interrupt import never_lost
 from kvjax.progress import showing
 from kvjax.waiting import leave
 
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _open_missing_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        with showing():
+        with never_lost(), showing():
             result = root_command()(args=given or ["--help"], prog_name="kvjax", standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:

@@ -36,8 +36,8 @@ _FRACTIONS = (0.9, 0.75, 0.625, 0.5, 0.375, 0.25, 0.1875, 0.125, 0.09375, 0.0625
 #: Policies that are measured: those that need no question, two that show what costs nothing to choose, and the one that
 #: kept most answers in our measurements, for which a model reads every prompt again.
 _POLICIES = (
-    "keydiff;compactor;chunkkv;expected_attention;tova;snapkv;lagkv;streamingllm;"
-    "razor:inner=compactor,induction_share=0.03;adaptive:inner=kvzip,scope=model"
+    "keydiff; compactor; chunkkv; expected_attention; tova; snapkv; lagkv; streamingllm; "
+    "razor:inner=compactor,induction_share=0.03; adaptive:inner=kvzip,scope=model"
 )
 
 

@@ -101,5 +101,6 @@ class Record:
             return False
         with interruptible() as interrupt:
             conversation.save(self.folder)
+            interrupt.answered = True  # by what this returns
         self.written = conversation.changes
         return interrupt.requested

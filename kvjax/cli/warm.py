@@ -59,7 +59,8 @@ def warm(
     lm = first_steps.load(model, dtype, mesh, weights=weights)
     from kvjax.warming import warm as compile_ahead
 
-    found = compile_ahead(lm, lengths=sizes[0], batch=sizes[1], policy=policies, chat=conversation, **options)
+    with inputs.naming_flags("lengths", "batch"):
+        found = compile_ahead(lm, lengths=sizes[0], batch=sizes[1], policy=policies, chat=conversation, **options)
     if json:
         tables.print_json([dataclasses.asdict(each) for each in found])
         return

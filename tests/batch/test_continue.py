@@ -201,6 +201,14 @@ def test_another_jobs_folder_is_refused(run, whole, tiny_model, monkeypatch, set
     assert contents(run.folder("whole")) == before
 
 
+def test_shards_of_another_size_are_refused(run, whole):
+    rows = json.loads((run.folder("whole") / "manifest.json").read_text())["shard_rows"]
+    before = contents(run.folder("whole"))
+    with pytest.raises(UsageError, match=f"this job in shards of {rows} rows, and shard_rows is {rows + 1}; leave it"):
+        run(ROWS, "whole", shard_rows=rows + 1)
+    assert run(ROWS, "whole", shard_rows=rows)[0].answered == 0 and contents(run.folder("whole")) == before
+
+
 def test_other_weights_are_another_model(tiny_model):
     import toys
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import resource
 import shutil
+import signal
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +17,7 @@ import optax
 import pytest
 import toys
 
+from kvjax import waiting
 from kvjax.calibrate import head_gates, kvzip_scorer, training
 from kvjax.calibrate.head_gates import PassKeys, gates, rate_of
 from kvjax.calibrate.kvzip_scorer import Standardised, scorer
@@ -55,6 +59,28 @@ def run(folder=None, stop=None, steps=25):
         quadratic, start, jnp.float32(2), batch, optax.adam(0.1), steps, folder=folder, every=10,
         project=lambda params: jax.tree.map(lambda x: jnp.clip(x, 0, 1.5), params),
     )  # fmt: skip
+
+
+def test_ctrl_c_while_a_step_is_computed_is_a_keyboard_interrupt():
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("signals are handled in the main thread, and this test runs in another")
+
+    def slow(params):  # seconds
+        return jax.lax.fori_loop(0, 150, lambda i, x: x @ x, params)
+
+    def pressing(step):
+        if step == 1:  # by then all is compiled
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return 0
+
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            start = np.zeros((1000, 1000), np.float32)
+            train(lambda x, b, f: x.sum(), start, None, pressing, optax.sgd(1.0), 3, project=slow)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        waiting.wait_for_abandoned()
 
 
 def test_an_interrupted_training_ends_with_the_numbers_of_one_that_was_not(tmp_path):
