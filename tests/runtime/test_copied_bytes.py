@@ -55,7 +55,15 @@ def test_questions_onto_a_context_take_no_more_than_planned(text, storage):
     cache = jax.eval_shape(made)
     context_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.context))
     shape = RequestShape(
-        CONFIG, policy, ROWS, QUESTION, 1, jnp.dtype("float32"), None, held, None, CONTEXT, False, context_bytes
+        config=CONFIG,
+        policy=policy,
+        batch=ROWS,
+        prompt=QUESTION,
+        new=1,
+        dtype=jnp.dtype("float32"),
+        storage=held,
+        context=CONTEXT,
+        held_context=context_bytes,
     )
     size = shape.sizes(None, exact=True)[0]
     counts = (jax.ShapeDtypeStruct((ROWS,), jnp.int32),) * 2
