@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -27,6 +28,7 @@ class Interrupt:
     requested = False
     finishing = False
     answered = False
+    at = 0.0  # when it was pressed, by the monotonic clock
 
 
 class BrokenOff(KeyboardInterrupt):
@@ -43,6 +45,10 @@ class _Main:
 
 #: Seconds after which Ctrl-C is told once more, where it came while Python cleaned up.
 _AGAIN = 0.02
+
+
+#: Seconds after which a generator that is dropped tells nobody of a Ctrl-C: Python may drop it at any later time.
+_STALE = 1.0
 
 
 #: Python's own modules whose functions run when an object has gone.
@@ -89,10 +95,15 @@ def never_lost() -> Iterator[None]:
         yield
     finally:
         if handled:
-            if _Main.again is not None:
-                _Main.again.cancel()  # all is done
+            disregard()  # all is done
             if signal.getsignal(signal.SIGINT) is _raise_or_tell_again:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def disregard() -> None:
+    """Tell nobody of a Ctrl-C that came when all was done: whoever waits for the call takes it for answered."""
+    if _Main.again is not None:
+        _Main.again.cancel()
 
 
 def _in_main() -> bool:
@@ -120,11 +131,11 @@ def interruptible() -> Iterator[Interrupt]:
             os.kill(os.getpid(), signal.SIGINT)
 
     def handle(number: int, frame: FrameType | None) -> None:
-        interrupt.requested = True
+        interrupt.requested, interrupt.at = True, time.monotonic()
         if _Main.breakable and not interrupt.finishing and _in_cleanup(frame):
             threading.Timer(_AGAIN, again).start()
             return
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, _raise_or_tell_again)
         if _Main.breakable and not interrupt.finishing:
             interrupt.answered = True
             raise BrokenOff
@@ -133,13 +144,16 @@ def interruptible() -> Iterator[Interrupt]:
     signal.signal(signal.SIGINT, handle)
     try:
         yield interrupt
-    except BaseException:
+    except KeyboardInterrupt:
         interrupt.answered = True
+        raise
+    except GeneratorExit:
+        interrupt.answered |= time.monotonic() - interrupt.at > _STALE
         raise
     finally:
         _Main.active, _Main.breakable = outer, 0
         # A handler that someone installed meanwhile (a stream may be held for long) is theirs.
-        if signal.getsignal(signal.SIGINT) in (handle, signal.default_int_handler):
+        if signal.getsignal(signal.SIGINT) in (handle, *_RAISING):
             signal.signal(signal.SIGINT, previous)
         if interrupt.requested and not interrupt.answered:
             _tell_again()

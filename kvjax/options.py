@@ -1,8 +1,8 @@
 """The options of a generation: the default, check and help of each are written here and nowhere else.
 
-``generate``, ``stream_generate``, ``Chat`` and ``batch.run`` take them as one value, as keywords, or both; the command
-line makes its flags of them. A new one is a field and a line of :class:`AnswerKeywords`; what obeys it is in
-``kvjax/runtime/sampling.py``.
+``generate``, ``stream_generate``, ``Chat``, ``batch.run``, ``Engine.submit``, ``read`` and ``score`` take them as one
+value, as keywords, or both; the command line makes its flags of them. A new one is a field and a line of
+:class:`AnswerKeywords`; what obeys it is in ``kvjax/runtime/sampling.py``.
 """
 # ruff: noqa: RUF009  the call in a field's default returns the field itself
 

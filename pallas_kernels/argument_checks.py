@@ -121,7 +121,7 @@ def kept_tokens(kept: KeptTokens | None, batch: int, heads: int, dim: int) -> No
         **{"kept.length": (kept.length, (batch, heads)), "kept.position": (kept.position, (batch, heads, slots))},
     )
     if kept.block < 1 or slots % kept.block:
-        raise ValueError(f"kept.block is {kept.block}; give a divisor of its {slots} rows.")
+        raise ValueError(f"kept.block is {kept.block}; give a divisor of its {slots} slots.")
 
 
 def _described(x: Any) -> str:

@@ -20,7 +20,10 @@ LOG2E = float(np.log2(np.e))
 
 def capped(scores: Float[Array, "*S"], cap: float | None) -> Float[Array, "*S"]:
     """Scores bounded by ``cap tanh(score / cap)``, in their dtype; as they are without a cap."""
-    return scores if cap is None else cap * jnp.tanh(scores * (1 / cap))
+    if cap is None:
+        return scores
+    cap = float(cap)  # a number of NumPy's would decide the dtype
+    return cap * jnp.tanh(scores * (1 / cap))
 
 
 def capped_log2(scores: Float[Array, "*S"], cap: float | None) -> Float[Array, "*S"]:

@@ -22,7 +22,7 @@ import pytest
 import toys
 
 import kvjax
-from kvjax import waiting
+from kvjax import interrupt, waiting
 from kvjax.interrupt import BrokenOff, breakably, interruptible, never_lost
 from kvjax.session import Session
 from kvjax.sharding import compile_thread
@@ -219,13 +219,65 @@ def test_ctrl_c_that_comes_when_all_is_done_ends_what_comes_next(lm, monkeypatch
     time.sleep(0.1)
 
 
-def test_the_second_ctrl_c_is_an_error_as_usual(lm):
-    with interruptible() as interrupt:
+@pytest.mark.parametrize("error", [kvjax.KvjaxError("x"), None])
+def test_ctrl_c_outlives_errors_and_streams_that_nobody_reads_on(error):
+    def stream():
+        with interruptible():
+            signal.raise_signal(signal.SIGINT)
+            if error is not None:
+                raise error
+            yield
+
+    reading = stream()
+    with contextlib.suppress(kvjax.KvjaxError):
+        next(reading)
+    with pytest.raises(KeyboardInterrupt):
+        reading.close()
+        time.sleep(5)
+
+
+def test_a_stream_that_is_dropped_later_tells_nobody(monkeypatch):
+    def stream():
+        with interruptible():
+            signal.raise_signal(signal.SIGINT)
+            yield
+
+    monkeypatch.setattr(interrupt, "_STALE", 0.1)
+    reading = stream()
+    next(reading)
+    time.sleep(0.2)
+    reading.close()
+    time.sleep(0.1)
+
+
+def test_the_second_ctrl_c_is_not_lost_in_cleaning_up(capfd):
+    with pytest.raises(KeyboardInterrupt), interruptible():
         signal.raise_signal(signal.SIGINT)
-        assert interrupt.requested
+        Finalised()
+        time.sleep(5)
+    assert capfd.readouterr().err == ""
+
+
+def test_ctrl_c_before_the_command_has_begun_is_its_sentence(monkeypatch, capsys):
+    import kvjax.__main__
+    from kvjax.cli import main
+
+    def pressed():
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(main, "root_command", pressed)
+    assert main.main(["plan"]) == 130 and capsys.readouterr().err == "kvjax: Interrupted.\n"
+    monkeypatch.setattr(main, "main", pressed)
+    assert kvjax.__main__.main() == 130 and capsys.readouterr().err == "kvjax: Interrupted.\n"
+
+
+def test_the_second_ctrl_c_is_an_error_as_usual(lm):
+    with interruptible() as held:
+        signal.raise_signal(signal.SIGINT)
+        assert held.requested
         with pytest.raises(BrokenOff):
             breakably(lambda: None)
-        interrupt.finishing = True  # what gives what there is, is done
+        held.finishing = True  # what gives what there is, is done
         assert breakably(lambda: 3) == 3
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

@@ -349,7 +349,7 @@ def mark_by_head(cache: LayerCache, name: str) -> Array:
 
 
 def stored_keys_and_values(cache: LayerCache) -> tuple[Array, Array]:
-    """:func:`rows` of a whole pool as they are stored: int8 ones without their scales, keys of K channels."""
+    """:func:`keys_and_values` of a whole pool as they are stored: int8 without scales, keys of K channels."""
     if cache.uniform:
         k, v = (_runs(cache, x) for x in (cache.kv.keys(), cache.kv.values()))
     else:

@@ -91,7 +91,7 @@ def bench(
     started = cold_start.measure_startup(model, policies[0]) if startup else None
     lm = first_steps.load(model, dtype, compile_cache=compile_cache, weights=weights)
     sizes = {"batch": batches, "context": contexts, "prefill": prefills}
-    with inputs.naming_flags("rounds", "steps", *sizes):
+    with inputs.naming_flags("rounds", "steps", "long_steps", *sizes):
         measurements.check_request(lm.config, rounds=rounds, steps=steps, long_steps=long_steps, **sizes)
     timed = _peer(peers, lm, steps, (rounds + 3) * steps)
     bench = measurements.Bench(lm, parsed, rounds=rounds, steps=steps, peer=timed, progress=say)

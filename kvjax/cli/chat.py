@@ -14,6 +14,7 @@ from kvjax import tables
 from kvjax.cli import chat_prompt, first_steps, inputs, saved_chat
 from kvjax.cli import options as flag
 from kvjax.cli.app import INTERRUPTED, app
+from kvjax.interrupt import disregard
 
 if TYPE_CHECKING:
     import kvjax
@@ -105,6 +106,8 @@ def _converse(conversation: kvjax.Chat, record: saved_chat.Record, as_json: bool
             if output is None:
                 continue
             last = output
+            if terminal:
+                disregard()  # it was to end the answer, which has ended
             stopped = record.keep(conversation)
             if not terminal and (stopped or last.finish_reason == "interrupted"):
                 return INTERRUPTED

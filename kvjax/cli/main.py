@@ -82,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with never_lost(), showing():
             result = root_command()(args=given or ["--help"], prog_name="kvjax", standalone_mode=False)
         sys.stdout.flush()
+    except KeyboardInterrupt:  # before typer, which answers it, or after
+        result = INTERRUPTED
     except BrokenPipeError:
         # The reader of a pipe left (``kvjax … | head``); Python must not try to flush to it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

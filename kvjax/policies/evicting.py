@@ -243,7 +243,7 @@ def _slots_by_row(cache: LayerCache) -> tuple[Int[Array, "B P"], Int[Array, "B P
 
 
 def _with_sinks(peak: Array, sink_logits: Array | None, factor: Array | int) -> tuple[Array, Array | int]:
-    """The largest logit of each softmax, sink_logits included, and what these add to the sum of its exponentials."""
+    """The largest logit of each softmax, its sink logit included, and what this adds to the sum of its exponentials."""
     if sink_logits is None:
         return peak, 0
     peak = jnp.maximum(peak, sink_logits)

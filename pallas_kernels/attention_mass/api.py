@@ -47,7 +47,7 @@ def log_sum_exp(
       offset: int32, the index of each row's query 0 among the keys; traced, so that another offset compiles nothing.
         Negative where a row is shorter than N: queries at negative positions attend to no key.
       scale: multiplies q . k; may differ by row.
-      kept: rows from earlier tokens, which all queries attend to; they have a block size of their own.
+      kept: keys and values of earlier tokens, which all queries attend to; they have a block size of their own.
       bias: bias of scores by key positions (ALiBi), for group-major queries. Only "xla" takes one.
       window: attend only to the last ``window`` tokens, the query's own included; kept tokens are then those of the
         tokens right before the first key, in order.

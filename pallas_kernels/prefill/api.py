@@ -52,7 +52,7 @@ def prefill(
         without kept tokens their output is 0 and their log-sum-exp ``NEG``.
       scale: multiplies q . k.
       length: int32, the chunk's real queries in each row, so that kernels skip blocks of padding; all if None.
-      kept: rows from earlier tokens, which all queries attend to; they have a block size of their own.
+      kept: keys and values of earlier tokens, which all queries attend to; they have a block size of their own.
       bias: bias of scores by key positions (ALiBi), for group-major queries. Only "xla" takes one.
       shared: rows, of a batch of 1, that the queries of all rows attend to as well, merged by log-sum-exp.
       shared_bias: bias of scores by the shared tokens' positions, for queries by group, then row, then token.

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 import kvjax
 from kvjax import tables
 from kvjax.cli import chat as command
+from kvjax.session import Session
 
 TURN = ("--max-new-tokens", "4", "--json")
 POLICY = ("--policy", "streamingllm:budget=32", "--storage", "int8")
@@ -148,3 +150,22 @@ def test_a_typed_turn_that_is_refused_ends_nothing(cli, tiny_model, monkeypatch)
     first, second = (json.loads(line)["stats"] for line in ran.out.splitlines())
     assert ran.code == 0 and "so shorten it" in ran.err
     assert second["seen"] == first["seen"] + second["prompt_tokens"] + second["generated_tokens"] - 1
+
+
+def test_ctrl_c_as_a_typed_turn_is_done_ends_no_more_than_the_answer(cli, tmp_path, monkeypatch):
+    collect = Session._collect
+
+    def pressed(self, *args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return collect(self, *args)
+
+    monkeypatch.setattr(Session, "_collect", pressed)
+    monkeypatch.setattr(command.chat_prompt, "typed_turns", lambda: iter(["hello", "are you there?"]))
+    monkeypatch.setattr(command, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True), stderr=sys.stderr))
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        ran = cli("chat", "--max-new-tokens", "1", "--json", *POLICY, "--save", str(tmp_path / "talk"))
+        time.sleep(0.1)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert ran.code == 0 and len(ran.out.splitlines()) == 2

@@ -130,7 +130,7 @@ def call(request, chunk):
         (lambda p: {"block": 7}, "block 7 does not divide 320 keys."),
         (lambda p: {"block": 0}, "block is 0; give an integer of at least 1."),
         (lambda p: {"kept": dataclasses.replace(p.kept, k=p.kept.k[:, :1])}, "kept.k is float32[2, 1, 128, 64]"),
-        (lambda p: {"kept": dataclasses.replace(p.kept, block=7)}, "kept.block is 7; give a divisor of its 128 rows."),
+        (lambda p: {"kept": dataclasses.replace(p.kept, block=7)}, "kept.block is 7; give a divisor of its 128 slots."),
         (lambda p: {"kept": dataclasses.replace(p.kept, length=p.kept.length[:1])}, "kept.length is int32[1, 2]"),
         (lambda p: {"kept": dataclasses.replace(p.kept, log_mass=p.scale)}, "kept.log_mass is a float"),
         (lambda p: {"interpret": True}, "was given interpret for no implementation"),

@@ -15,7 +15,7 @@ from pallas_kernels.ragged_decode import mosaic_gpu, split, triton
 from pallas_kernels.ragged_decode.merge import merge
 from pallas_kernels.ragged_decode.split import Split
 from pallas_kernels.ragged_decode.worklist import most_items
-from pallas_kernels.softmax import NEG
+from pallas_kernels.softmax import NEG, capped
 
 
 @pytest.mark.parametrize("pages", [1, 2, 3, 100])
@@ -159,3 +159,13 @@ def test_a_gpu_that_is_there_says_its_capability(monkeypatch):
     monkeypatch.setattr(chip.jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(chip.jax, "local_devices", lambda: [one])
     assert chip.target() == chip.Gpu("NVIDIA Something New", (9, 0), 78)
+
+
+@pytest.mark.parametrize("cap", [30.0, np.float32(30), np.float64(30)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_soft_caps_keep_the_dtype_of_scores(cap, dtype):
+    scores = jnp.linspace(-90, 90, 64).astype(dtype)
+    found = capped(scores, cap)
+    assert found.dtype == dtype
+    exact = 30 * np.tanh(np.asarray(scores, np.float64) / 30)
+    np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=1e-6 if dtype == jnp.float32 else 2e-2)
