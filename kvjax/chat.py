@@ -54,6 +54,8 @@ class Chat:
         check_model(lm)
         if system is not None and not isinstance(system, str):
             raise UsageError(f"system is {quoted(system)}; give text.")
+        if context is not None and not isinstance(context, str):
+            raise UsageError(f"context is {quoted(context)}; give text.")
         self.options = merged("Chat", options, keywords, also=("system", "context"), without=("chat",))
         if not self.options.chat:
             raise UsageError("Chat writes its turns by the chat template; leave chat=False out of its options.")

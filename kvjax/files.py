@@ -92,6 +92,13 @@ def is_file(path: Path) -> bool:
         return False
 
 
+def check_file(flag: str, path: Path) -> None:
+    """Refuse (UsageError) what is no file."""
+    if not is_file(path):
+        what = "a folder; give a file" if os.path.isdir(path) else "a file that does not exist"
+        raise UsageError(f"{flag} names {what}: {path}.")
+
+
 def cache_folder() -> Path:
     """The folder of downloads and compiled programs: KVJAX_CACHE, or the user's cache folder."""
     if chosen := os.environ.get("KVJAX_CACHE"):

@@ -48,7 +48,7 @@ _AGAIN = 0.02
 
 
 #: Seconds after which a generator that is dropped tells nobody of a Ctrl-C: Python may drop it at any later time.
-_STALE = 1.0
+_STALE = 10.0
 
 
 #: Python's own modules whose functions run when an object has gone.
@@ -77,8 +77,10 @@ def _raise_or_tell_again(number: int, frame: FrameType | None) -> None:
     """Python's own handler, but where Python drops what it raises."""
     if _in_cleanup(frame):
         _tell_again()
-    else:
-        raise KeyboardInterrupt
+        return
+    if _Main.active is not None:
+        _Main.active.answered = True  # by this one
+    raise KeyboardInterrupt
 
 
 #: Handlers in whose place :func:`interruptible` puts its own.

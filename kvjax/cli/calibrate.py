@@ -13,7 +13,7 @@ from kvjax.cli import inputs
 from kvjax.cli import options as flag
 from kvjax.cli.app import app
 from kvjax.errors import UsageError
-from kvjax.files import check_picture, check_writable, is_file, reason
+from kvjax.files import check_file, check_picture, check_writable, reason
 from kvjax.progress import Stage, stage
 
 group = typer.Typer(
@@ -136,8 +136,7 @@ def watershed(
     if picture is not None:
         require_matplotlib()
         check_picture("--picture", picture)
-    if not is_file(dialogues):
-        raise UsageError(f"--dialogues names a file that does not exist: {dialogues}.")
+    check_file("--dialogues", dialogues)
     lm = first_steps.load(model, dtype, weights=weights)
     long = long_dialogues(lm, dialogues, most=most, least_rounds=least_rounds, tokens=tokens)
     pairs = [(dialogue.messages(), dialogue.questions[0].text) for dialogue in long]
@@ -216,8 +215,7 @@ def read_texts(paths: list[Path]) -> list[str]:
     """The texts of files; one sentence on what is none."""
     read = []
     for path in paths:
-        if not is_file(path):
-            raise UsageError(f"--texts names a file that does not exist: {path}.")
+        check_file("--texts", path)
         try:
             read.append(path.read_text("utf-8-sig"))  # with or without a byte-order mark
         except (OSError, ValueError) as error:

@@ -111,8 +111,6 @@ def _converse(conversation: kvjax.Chat, record: saved_chat.Record, as_json: bool
             stopped = record.keep(conversation)
             if not terminal and (stopped or last.finish_reason == "interrupted"):
                 return INTERRUPTED
-            if stopped:
-                break
     return 0
 
 

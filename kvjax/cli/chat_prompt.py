@@ -80,12 +80,26 @@ def _history() -> History:
     """The input of earlier sessions, in a file that only its user can read."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
+    class Kept(FileHistory):
+        written = True
+
+        def store_string(self, string: str) -> None:
+            try:
+                super().store_string(string)
+            except OSError as error:
+                if self.written:  # said once
+                    _not_kept(error)
+                self.written = False
+
+    def _not_kept(error: OSError) -> None:
+        print(f"What is typed is not kept: {path} cannot be written ({error.strerror}).", file=sys.stderr)
+
     path = state_folder() / "chat_history"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
         with path.open("ab"):
-            return FileHistory(path)
+            return Kept(path)
     except OSError as error:
-        print(f"What is typed is not kept: {path} cannot be written ({error.strerror}).", file=sys.stderr)
+        _not_kept(error)
         return InMemoryHistory()

@@ -14,7 +14,7 @@ from kvjax.cli import first_steps, inputs
 from kvjax.cli import options as flag
 from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import UsageError
-from kvjax.files import check_folder, check_picture, file_digest, is_file
+from kvjax.files import check_file, check_folder, check_picture, file_digest
 
 if TYPE_CHECKING:
     from kvjax.checkpoints.load import LanguageModel
@@ -77,8 +77,7 @@ def compare_rounds(
     if picture is not None:
         require_matplotlib()
         check_picture("--picture", picture)
-    if not is_file(dialogues):
-        raise UsageError(f"--dialogues names a file that does not exist: {dialogues}.")
+    check_file("--dialogues", dialogues)
     check_folder("--out", out)
     lm = first_steps.load(model, dtype, compile_cache=compile_cache, weights=weights)
     asked = _dialogues(lm, dialogues, most, tokens, counts)

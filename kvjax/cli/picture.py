@@ -53,7 +53,11 @@ def picture(
         ),
     ],
     out: Annotated[
-        Path, typer.Option("--out", help="The PNG file; numbers are saved beside it and not measured again.")
+        Path,
+        typer.Option(
+            "--out",
+            help="The PNG file; numbers are saved beside it, but those of retained-positions, and not measured again.",
+        ),
     ],
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,

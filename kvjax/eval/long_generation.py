@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.documents import NotADocument, parse_json, validated
-from kvjax.errors import KvjaxError, UsageError
+from kvjax.errors import KvjaxError, UsageError, quoted
 from kvjax.eval.entries import REFERENCE, split_policies
 from kvjax.eval.pictures import plain_axes, style
 from kvjax.figures import new_figure
@@ -146,7 +146,12 @@ def _saved(path: Path, settings: Settings) -> list[Losses]:
     except NotADocument as error:
         raise UsageError(f"{path} holds no losses of a long answer; choose another --out ({error}).") from error
     if saved.settings != settings:
-        raise UsageError(f"{path} holds losses of another model, text, or number of slots; choose another --out.")
+        old, new = dataclasses.asdict(saved.settings), dataclasses.asdict(settings)
+        name = next(name for name in new if old[name] != new[name])
+        what = f"with {name} {quoted(old[name])}, and {quoted(new[name])} is asked for"
+        raise UsageError(
+            f"{path} holds losses {'of another text' if name == 'digest' else what}; choose another --out."
+        )
     return list(saved.rows)
 
 

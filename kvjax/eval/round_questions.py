@@ -15,7 +15,7 @@ from typing import Any
 
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import MOST, MOST_BYTES, number, whole_number
-from kvjax.documents import NotADocument, parse_json, validated
+from kvjax.documents import NotADocument, parse_json, same, validated
 from kvjax.errors import KvjaxError, UsageError, cut, quoted
 from kvjax.eval.dialogues import Dialogue
 from kvjax.generation import generate
@@ -286,23 +286,29 @@ def _renamed(value: Any) -> Any:
     return {"live_bytes" if name == "device_bytes" else name: _renamed(item) for name, item in value.items()}
 
 
-def _same(found: Any, settings: Settings) -> bool:
-    """Whether an earlier run's settings are these, of whose file it may not have kept a digest."""
-    return isinstance(found, dict) and {"digest": settings.digest, **found} == dataclasses.asdict(settings)
+def _check_settings(path: Path, found: Any, settings: Settings) -> None:
+    """Refuse (UsageError) an earlier run of other settings; of its file it may not have kept a digest."""
+    held = {"digest": settings.digest, **(found if isinstance(found, dict) else {})}
+    for name, value in dataclasses.asdict(settings).items():
+        if not same(held.get(name), value):
+            old = f"{name} {quoted(held.get(name))}, and {quoted(value)} is asked for"
+            what = "of another file of dialogues" if name == "digest" else f"with {old}"
+            raise UsageError(f"{path} holds answers {what}; choose another --out.")
 
 
 def read_answers(path: Path, settings: Settings) -> list[Answer]:
     """Answers of an earlier run with the same settings; none when there is no file.
 
     Raises:
-      KvjaxError: the file is of other settings, or not one of these.
+      UsageError: the file is of other settings.
+      KvjaxError: it is none of these.
     """
     if not path.exists():
         return []
     try:
         content = parse_json(path.read_bytes())
-        if isinstance(content, dict) and not _same(content.get("settings"), settings):
-            raise KvjaxError(f"{path} holds answers of another model, file or length; give another --out.")
+        if isinstance(content, dict):
+            _check_settings(path, content.get("settings"), settings)
         return validated(Saved, _renamed(content)).answers
     except OSError as error:
         raise KvjaxError(f"{path} cannot be read: {error.strerror}.") from error

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pty
 import select
+import shutil
 import stat
 import subprocess
 import sys
@@ -141,3 +142,15 @@ def test_a_mistyped_command_in_a_pipe_is_told_and_not_sent(cli):
     assert ran.err.count("Unknown command") == 2 and "Unknown command /stat; /help lists" in ran.err
     assert "Unknown command /load talk" in ran.err and "/save takes a folder" in ran.err
     assert ran.out.count("\n") == 1, "one answer, to the line that is no command"
+
+
+def test_a_history_that_can_no_longer_be_written_is_said_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    history = chat_prompt._history()
+    history.append_string("one")
+    shutil.rmtree(tmp_path / "kvjax")
+    for text in ("two", "three"):
+        history.append_string(text)
+    said = capsys.readouterr().err
+    assert said.count("What is typed is not kept") == 1 and "No such file" in said
+    assert history.get_strings()[-3:] == ["one", "two", "three"]

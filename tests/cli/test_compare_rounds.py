@@ -31,7 +31,7 @@ def test_another_file_of_the_same_name_is_not_continued(tmp_path):
     saved = {"settings": dataclasses.asdict(settings), "answers": []}
     (tmp_path / "answers.json").write_text(json.dumps(saved))
     assert read_answers(tmp_path / "answers.json", settings) == []
-    with pytest.raises(kvjax.KvjaxError, match="another model, file or length"):
+    with pytest.raises(kvjax.KvjaxError, match="holds answers of another file of dialogues; choose another --out"):
         read_answers(tmp_path / "answers.json", dataclasses.replace(settings, digest="def"))
     del saved["settings"]["digest"]  # as an earlier version wrote it
     (tmp_path / "answers.json").write_text(json.dumps(saved))
@@ -109,7 +109,9 @@ def test_every_strategy_answers_from_the_same_rounds_and_a_second_run_goes_on(cl
     assert len(found[-1]["full_seconds"]) == 2, "timed beside the full cache, which was asked again"
     # Of another watershed: all rounds are the full cache again, and fewer layers are in host memory.
     assert found[-1]["agrees"] == len(found[-1]["tokens"]) and found[-1]["host_bytes"] < answers[-1]["host_bytes"]
-    assert cli(*common, "--policies", policies, "--max-new-tokens", "4").sentence.count("another --out") == 1
+    other = cli(*common, "--policies", policies, "--max-new-tokens", "4")
+    assert other.code == 2 and other.sentence.endswith("and 4 is asked for; choose another --out.")
+    assert f"holds answers with max_new_tokens {len(answers[0]['tokens'])}" in other.sentence
 
 
 @pytest.mark.slow

@@ -134,7 +134,7 @@ def test_a_long_answer_under_policies_that_evict(cli, tmp_path, policies):
     assert cli(*fewer, "--policies", "h2o:recent=8").code == 0
     assert json.loads((tmp_path / "fewer.json").read_text())["rows"][-1]["policy"] == "h2o:recent=8,budget=90"
     for options, says in (
-        (("--slots", "90"), "losses of another"),
+        (("--slots", "90"), "losses with slots 900, and 90 is asked for; choose another --out."),
         (("--slots", "900", "--tokens", "1000000000"), "context is"),
         (("--slots", "2"), "budget of 2"),
         (("--slots", "0"), "slots is 0"),
