@@ -22,8 +22,9 @@ def capped(scores: Float[Array, "*S"], cap: float | None) -> Float[Array, "*S"]:
     """Scores bounded by ``cap tanh(score / cap)``, in their dtype; as they are without a cap."""
     if cap is None:
         return scores
-    cap = float(cap)  # a number of NumPy's would decide the dtype
-    return cap * jnp.tanh(scores * (1 / cap))
+    # A number of NumPy's would decide the dtype.
+    number: Any = cap.item() if isinstance(cap, np.generic) else cap
+    return number * jnp.tanh(scores * (1 / number))
 
 
 def capped_log2(scores: Float[Array, "*S"], cap: float | None) -> Float[Array, "*S"]:
