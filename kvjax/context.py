@@ -13,7 +13,7 @@ from kvjax.cache.continuation import Continuation, delete
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import true_or_false
 from kvjax.errors import UsageError
-from kvjax.options import OF_ANSWERS, GenerationOptions, ReadKeywords, at_default, merged, shows_options
+from kvjax.options import OF_ANSWERS, GenerationOptions, ReadKeywords, merged_for_reading, shows_options
 from kvjax.prompts import Prompt, Prompts
 from kvjax.request import Request
 from kvjax.rounds.conversation import Conversation
@@ -40,7 +40,7 @@ def read(
       text: text; a list of messages ({"role", "content"}), of which a last one of the user's goes on with the question,
         one of the assistant's is an answer that the next turn follows, and after one of the system's the user's
         begins; a list of token ids; or a list of such, which are read as one batch and give a row each.
-      options: those of the questions, say: what says how they are answered does not count here.
+      options: may be those of the later questions; only the fields that say how a cache is made count here.
       once: the policy chooses among the text's tokens and never again: what is read and decoded later is all kept, and
         any number of questions shares the slots that were chosen. For one text, and policies that choose when a prompt
         is read. Without it they choose anew with every question, and each question has a copy.
@@ -55,7 +55,7 @@ def read(
       DoesNotFit: too large for the device; the sentence says what would fit.
     """
     true_or_false("once", once)
-    chosen = at_default(merged("read", options, keywords, also=("once",), without=OF_ANSWERS), OF_ANSWERS)
+    chosen = merged_for_reading("read", options, keywords, also=("once",))
     request = Request(lm, text, dataclasses.replace(chosen, max_new_tokens=0), read_only=True, once=once)
     if request.once:
         _check_once(request)

@@ -313,9 +313,12 @@ def merged(
     return dataclasses.replace(GenerationOptions() if options is None else options, **keywords)
 
 
-def at_default(options: GenerationOptions, names: Collection[str]) -> GenerationOptions:
-    """The options with these fields at their defaults."""
-    return dataclasses.replace(options, **{name: FIELDS[name].default for name in names})
+def merged_for_reading(
+    caller: str, options: GenerationOptions | None, keywords: Mapping[str, Any], *, also: Collection[str]
+) -> GenerationOptions:
+    """:func:`merged` for what generates nothing: the fields of ``options`` that say how to answer do not count."""
+    found = merged(caller, options, keywords, also=also, without=OF_ANSWERS)
+    return dataclasses.replace(found, **{name: FIELDS[name].default for name in OF_ANSWERS})
 
 
 def shows_options(without: Collection[str] = ()) -> Callable[[Function], Function]:

@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack
 from kvjax.cache.cache import Cache
 from kvjax.checkpoints.load import LanguageModel, check_model
 from kvjax.errors import DoesNotFit, UsageError, quoted
-from kvjax.options import OF_ANSWERS, GenerationOptions, ReadKeywords, at_default, merged, shows_options
+from kvjax.options import OF_ANSWERS, GenerationOptions, ReadKeywords, merged_for_reading, shows_options
 from kvjax.output import Score
 from kvjax.prompts import Prompt, Prompts, as_list, token_ids
 from kvjax.request import Request
@@ -55,7 +55,7 @@ def score(
         follow the prompt; with one prompt a list of them, of which each follows it; with several prompts one for each,
         or one for all.
       way: "prefill" or "decode".
-      options: those of answers, say: what says how they are generated does not count here.
+      options: may be those of an answer; only the fields that say how a cache is made count here.
       cache, context: as for ``generate``; a cache remains a value.
       keywords: fields of :class:`kvjax.GenerationOptions`, in place of those of ``options``:
 
@@ -66,8 +66,7 @@ def score(
       UsageError: a request that makes no sense, in one sentence.
       DoesNotFit: too large for the device.
     """
-    merge = merged("score", options, keywords, also=("way", "cache", "context"), without=OF_ANSWERS)
-    asked = at_default(merge, OF_ANSWERS)
+    asked = merged_for_reading("score", options, keywords, also=("way", "cache", "context"))
     if not isinstance(way, str) or way not in ("prefill", "decode"):
         raise UsageError(f'way is {quoted(way)}; give "prefill" or "decode".')
     check_model(lm)

@@ -157,6 +157,8 @@ def test_one_value_says_how_a_text_is_read_and_how_it_is_answered(tiny_model):
     options = kvjax.GenerationOptions(policy="snapkv:ratio=0.5,window=4", max_new_tokens=3, logprobs=True, stop="zz")
     cache = kvjax.read(tiny_model, "abcdef " * 9, options, progress=told.append)
     assert cache.policy == kvjax.policies.parse(options.policy) and "prefill" in {event.stage for event in told}
+    every = kvjax.GenerationOptions(policy="round:watershed=1", prompt_logprobs=True)  # which no rounds have
+    assert kvjax.read(tiny_model, "abcdef", every).rounds
     asked = kvjax.generate(tiny_model, "ghi", options, policy=None, cache=cache)
     assert asked.tokens == kvjax.generate(tiny_model, "ghi", options, context="abcdef " * 9).tokens
     given = {"cache": cache, "way": "decode"}

@@ -13,6 +13,7 @@ from kvjax import tables
 from kvjax.cli import first_steps, inputs, saved_chat
 from kvjax.cli import options as flag
 from kvjax.cli.app import INTERRUPTED, app
+from kvjax.interrupt import disregard
 
 if TYPE_CHECKING:
     from kvjax import LanguageModel, Output
@@ -79,6 +80,7 @@ def _stream(lm: LanguageModel, prompt: str, keywords: dict[str, Any]) -> Output:
         tables.write_text(piece.text)
         output = piece.output or output
     assert output is not None, "stream_generate ends with a piece that carries the output"
+    disregard()  # of a whole answer nothing is left to end
     tables.write_text("\n")
     tables.print_stats(output)
     return output
@@ -88,6 +90,7 @@ def _all(lm: LanguageModel, prompts: Sequence[str], keywords: dict[str, Any]) ->
     import kvjax
 
     result = kvjax.generate(lm, list(prompts), **keywords)
+    disregard()
     return [output for row in result for output in (row if isinstance(row, list) else [row])]
 
 

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
+
+import pytest
 
 import kvjax
+from kvjax import tables
+from kvjax.session import Session
 
 
 def test_streams_text_and_prints_stats_apart(cli, tiny_model):
@@ -107,3 +114,25 @@ def _ended(output, reason):
     import dataclasses
 
     return dataclasses.replace(output, finish_reason=reason)
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_ctrl_c_as_an_answer_is_done_loses_none_of_it(cli, monkeypatch, as_json):
+    collect = Session._collect
+
+    def pressed(self, *args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return collect(self, *args)
+
+    def slowly(function):
+        return lambda *args: time.sleep(0.2) or function(*args)
+
+    monkeypatch.setattr(Session, "_collect", pressed)
+    for name in ("print_json", "print_stats"):
+        monkeypatch.setattr(tables, name, slowly(getattr(tables, name)))
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        ran = cli("generate", "hello", "--max-new-tokens", "1", *["--json"] * as_json)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert ran.code == 0 and ran.out.strip() and "Interrupted" not in ran.err
