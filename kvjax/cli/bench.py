@@ -165,7 +165,9 @@ def start(
     """
     check_json(json)
     whole_number("--repetitions", repetitions, 1, 100)
-    policies = tuple(policy or ("full", "lagkv:ratio=0.5", "streamingllm:window=256", "h2o:ratio=0.5"))
+    together = "adaptive:ratio=0.5,inner=kvzip,scope=model"
+    usual = "full", "lagkv:ratio=0.5", "streamingllm:window=256", "h2o:ratio=0.5", together, "round:watershed=4"
+    policies = tuple(policy or usual)
     for each in policies:
         first_steps.check_policy(each)
     from kvjax.bench.first_hour import measure

@@ -100,7 +100,8 @@ class RequestShape:
     def first_plan(self, reserve: int | None, *, exact: bool) -> Plan:
         """The plan of prompts that nothing but a context is before, sizes as :meth:`first_size`."""
         size = self.first_size(reserve, exact=exact)
-        made = self.plan(size, self.policy.reading(self.config, slots_above(self.whole, exact=exact)))
+        lasting = bool(self.context or reserve)
+        made = self.plan(size, self.policy.reading(self.config, slots_above(self.whole, lasting=lasting, exact=exact)))
         if not self.policy.offloads_rounds:
             return made
         return dataclasses.replace(made, later_bytes=self._later_bytes(size))

@@ -24,6 +24,7 @@ from kvjax.policies.base import (
     Step,
     Weighed,
     floor_fraction,
+    numpy_or_jax,
     top_mask,
 )
 from kvjax.policies.evicting import Evicting
@@ -201,4 +202,5 @@ class AdaptiveHeads(Rescoring):
         return [part.reshape(one.sure.shape) for part, one in zip(parts, layers, strict=True)]
 
     def retained_by_layer(self, layers: Sequence[LayerCache]) -> list[HostOrTraced]:
-        return [kept for pool in layers for kept in jnp.split(self.retained(pool), pool.model_layers, axis=1)]
+        pools = [(self.retained(pool), pool.model_layers) for pool in layers]
+        return [kept for whole, count in pools for kept in numpy_or_jax(whole).split(whole, count, axis=1)]

@@ -45,6 +45,11 @@ def slots_below(config: ModelConfig, tokens: int, *, held: int = 0, spare: int =
     return min(request_bucket(tokens + spare), max(prompt_bucket(tokens), prompt_bucket(config.max_position)))
 
 
-def slots_above(tokens: int, *, exact: bool = False) -> int:
-    """Slots of each head above the watershed, and of the staging buffer; short conversations all have one size."""
-    return prompt_bucket(tokens) if exact else max(MEDIUM, prompt_bucket(tokens))
+def slots_above(tokens: int, *, lasting: bool = True, exact: bool = False) -> int:
+    """Slots of each head above the watershed, and of the staging buffer.
+
+    Short conversations all have one size; a question after which there is no other (not ``lasting``) has a request's.
+    """
+    if exact:
+        return prompt_bucket(tokens)
+    return max(MEDIUM, prompt_bucket(tokens)) if lasting else request_bucket(tokens)

@@ -21,10 +21,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.buckets import NEW_TOKENS
 from kvjax.cache.cache import Cache
-from kvjax.cache.host_memory import HOST, sendable
+from kvjax.cache.host_memory import HOST, as_numpy, sendable
 from kvjax.cache.pool import LayerCache
 from kvjax.cache.quantisation import Storage
-from kvjax.committed import committed
+from kvjax.committed import committed, put_beside
 from kvjax.errors import UsageError
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
@@ -32,10 +32,11 @@ from kvjax.policies.split_cache import SplitCache
 from kvjax.rounds.conversation import Conversation, UpperRows
 from kvjax.rounds.round_compression import compressed, without_slots
 from kvjax.rounds.steps import StagingBuffer, cut, empty_stage, pages_onto, place, read_lower, read_upper
-from kvjax.runtime.programs import ProgramSet
+from kvjax.runtime.programs import Programs, ProgramSet
 from kvjax.sharding.compile import ROW, Device, Named, Program, device_of, shardings_of, specs_of
 from kvjax.sharding.mesh import Mesh
 from kvjax.sharding.partition import Partition
+from pallas_kernels import dispatch
 
 #: Axes of numbers by layer, batch row and KV head; by batch row and KV head; and, of one row, by layer and KV head.
 _BY_ROW_AND_HEAD, _ROW_AND_HEAD, _BY_HEAD = (None, "batch", "kv_head"), ("batch", "kv_head"), (None, "kv_head")
@@ -61,27 +62,12 @@ class RoundSlice(NamedTuple):
 # --- the programs -------------------------------------------------------------------------------------------------
 
 
-def _lower_layers(device: Device, batch: int, **sizes: Any) -> Cache:
-    policy = device.policy
-    assert isinstance(policy, SplitCache)
-    cache = device.empty(batch, sizes["capacity"], NEW_TOKENS, sizes["dtype"], sizes["storage"])
-    return cache.replace(layers=cache.layers[: policy.watershed])
-
-
 def _upper_layers(device: Device, batch: int, dtype: Any, storage: Storage) -> Cache:
     policy = device.policy
     assert isinstance(policy, SplitCache)
     # The capacity of the layers below, which are not made here, would only be one more thing to compile for.
     cache = device.empty(batch, policy.upper_capacity, NEW_TOKENS, dtype, storage)
     return cache.replace(layers=cache.layers[policy.watershed :])
-
-
-def lower_fresh(
-    device: Device, params: Decoder, tokens: Int[Array, "B T"], count: Int[Array, " B"], **sizes: Any
-) -> tuple[Cache, Float[Array, "B T M"]]:
-    """Read first questions below the watershed: those layers' cache, and what the next layer reads."""
-    cache = _lower_layers(device, tokens.shape[0], **sizes)
-    return read_lower(params, cache, tokens, count, tuple(layer.pages for layer in cache.layers), fresh=True)[:2]
 
 
 def lower_onto(
@@ -95,7 +81,7 @@ def lower_onto(
 ) -> tuple[Cache, Float[Array, "B T M"], Named]:
     """Read later questions; also their attention [B, H, C] to the slots of the last of these layers."""
     pages = pages_onto(device.local_config, cache, capacity)
-    cache, x, mass = read_lower(params, cache, tokens, count, pages, fresh=False)
+    cache, x, mass = read_lower(params, cache, tokens, count, pages)
     return cache.replace(prompt_capacity=capacity, new_capacity=NEW_TOKENS), x, Named(mass, _ROW_AND_HEAD)
 
 
@@ -105,15 +91,15 @@ def upper(
     x: Float[Array, "B T M"],
     seen: Int[Array, " B"],
     count: Int[Array, " B"],
-    staged: StagingBuffer | None,
-    length: Named | None,
+    staged: StagingBuffer,
+    length: Named,
     *,
     dtype: Any,
     storage: Storage,
 ) -> tuple[Cache, Float[Array, "B V"]]:
     """:func:`kvjax.rounds.steps.read_upper`; the layers as a cache, whose counters mean nothing."""
     empty = _upper_layers(device, x.shape[0], dtype, storage)
-    layers, logits = read_upper(params, empty.layers, x, seen, count, staged, None if length is None else length.values)
+    layers, logits = read_upper(params, empty.layers, x, seen, count, staged, length.values)
     return empty.replace(layers=layers), logits
 
 
@@ -153,11 +139,6 @@ def _round_like(cache: Cache) -> UpperRows:
 
 
 _KINDS = ("dtype", "storage")
-LOWER_FRESH = Program(
-    lower_fresh,
-    lambda device, given, static: (jax.eval_shape(lambda: _lower_layers(device, given[1].shape[0], **static)), ROW),
-    ("capacity", *_KINDS),
-)
 LOWER_ONTO = Program(
     lower_onto, lambda device, given, static: (given[1], ROW, Named(ROW, _ROW_AND_HEAD)), ("capacity",), (1,)
 )
@@ -177,7 +158,9 @@ CUT_ROUND = Program(cut_round, lambda device, given, static: _round_like(given[0
 
 @dataclasses.dataclass(frozen=True)
 class RoundPrograms(ProgramSet):
-    """The programs of a turn. Arrays of rows are NumPy's, B as :meth:`rows` says.
+    """The programs of a later question and of a round's end; a first question is read as every prompt is.
+
+    Arrays of rows are NumPy's, B as :meth:`rows` says.
 
     Raises:
       UsageError: the devices of one row of the mesh belong to several processes.
@@ -191,6 +174,11 @@ class RoundPrograms(ProgramSet):
                 "RoundAttention keeps a row's rounds in the memory of one host; make the model axis no longer than "
                 "the devices of a process."
             )
+
+    @property
+    def of_tokens(self) -> Programs:
+        """The programs that read a prompt, as many rows as here."""
+        return Programs(self.mesh, self.config, self.exact)
 
     def check(self, conversation: Conversation) -> None:
         """Refuse (UsageError) a batch of conversations that cannot go on here."""
@@ -207,22 +195,6 @@ class RoundPrograms(ProgramSet):
                     )
 
     # --- reading ----------------------------------------------------------------------------------------------
-
-    def lower_fresh(
-        self,
-        params: Decoder,
-        tokens: np.ndarray,
-        count: np.ndarray,
-        *,
-        policy: SplitCache,
-        capacity: int,
-        dtype: Any,
-        storage: Storage,
-    ) -> tuple[Cache, jax.Array]:
-        """Read first questions below the watershed: those layers' cache, and what the next layer reads."""
-        device = self.device(policy, params.config)
-        found = LOWER_FRESH(device, params, tokens, count, capacity=capacity, dtype=dtype, storage=storage)
-        return committed(found) if self.mesh is None else found
 
     def lower_onto(
         self, params: Decoder, cache: Cache, tokens: np.ndarray, count: np.ndarray, *, capacity: int, consume: bool
@@ -243,15 +215,15 @@ class RoundPrograms(ProgramSet):
         x: jax.Array,
         seen: np.ndarray,
         count: np.ndarray,
-        staged: StagingBuffer | None,
-        length: np.ndarray | None,
+        staged: StagingBuffer,
+        length: np.ndarray,
         *,
         policy: SplitCache,
         dtype: Any,
         storage: Storage,
     ) -> tuple[tuple[LayerCache, ...], jax.Array]:
-        """Finish reading a question above the watershed: :func:`kvjax.rounds.steps.read_upper`."""
-        slots = None if length is None else Named(length, _BY_ROW_AND_HEAD)
+        """Finish reading a later question above the watershed: :func:`kvjax.rounds.steps.read_upper`."""
+        slots = Named(length, _BY_ROW_AND_HEAD)
         device = self.device(policy, params.config)
         cache, logits = UPPER(device, params, x, seen, count, staged, slots, dtype=dtype, storage=storage)
         return cache.layers, logits  # pyright: ignore[reportReturnType]
@@ -290,7 +262,15 @@ class RoundPrograms(ProgramSet):
         return self._joined(list(staged.values()), jax.eval_shape(lambda: empty_stage(whole, dtype, quantised)))
 
     def cut(self, cache: Cache, below: int, cuts: Sequence[RoundSlice]) -> list[UpperRows]:
-        """Copy rounds out of layers ``below ..``: :func:`kvjax.rounds.steps.cut`, for every one of ``cuts``."""
+        """Copy rounds out of layers ``below ..``: :func:`kvjax.rounds.steps.cut`, for every one of ``cuts``.
+
+        Where the device's memory is the host's, NumPy copies them, and no program is compiled for every shape.
+        """
+        if self.cuts_on_host:
+            layers = jax.tree.map(as_numpy, cache.layers[below:])
+            beside = jax.tree.leaves(cache.layers[below].kv)[0]
+            found = [cut(layers, one.row, one.start, one.held, one.size) for one in cuts]
+            return [put_beside(beside, upper) for upper in found]
         # Without what says how much room there is, for which the program need not be compiled again.
         above = cache.replace(layers=cache.layers[below:], policy=SplitCache(below), prompt_capacity=0, new_capacity=0)
         each = cache.batch // self._parts
@@ -308,6 +288,11 @@ class RoundPrograms(ProgramSet):
             edges = Named(start, _BY_HEAD), Named(held, _BY_HEAD)
             found.append(CUT_ROUND(device, views[index], np.int32(row % each), *edges, size=size))
         return found
+
+    @property
+    def cuts_on_host(self) -> bool:
+        """Whether :meth:`cut` needs no program."""
+        return self.mesh is None and dispatch.platform() == "cpu"
 
     # --- a round's end ----------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.buckets import BLOCK, NEW_TOKENS
@@ -21,12 +22,13 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.groups import rounded
 from kvjax.cache.packing import store
 from kvjax.cache.page_sharding import PageSharding
-from kvjax.cache.pool import LayerCache, by_head, gather_pages, stored_keys_and_values
+from kvjax.cache.pool import LayerCache, gather_pages
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.model.rope import angles_of_layers
 from kvjax.policies.page_capacities import page_capacities
 from kvjax.policies.signals import Signals
+from kvjax.policies.token_counts import numpy_or_jax
 from kvjax.rounds.conversation import UpperRows
 from kvjax.runtime.prefill import Pages, after_reading, last_logits, through_layers
 from kvjax.runtime.prefill_layer import read_rows, zero_after
@@ -67,29 +69,24 @@ def pages_onto(config: ModelConfig, cache: Cache, capacity: int) -> Pages:
 
 
 def read_lower(
-    params: Decoder, cache: Cache, tokens: Int[Array, "B T"], count: Int[Array, " B"], pages: Pages, fresh: bool
-) -> tuple[Cache, Float[Array, "B T M"], Float[Array, "B H C"] | None]:
-    """Read questions through the layers below the watershed.
+    params: Decoder, cache: Cache, tokens: Int[Array, "B T"], count: Int[Array, " B"], pages: Pages
+) -> tuple[Cache, Float[Array, "B T M"], Float[Array, "B H C"]]:
+    """Read later questions through the layers below the watershed.
 
     Returns:
-      Their cache, what the next layer reads, and, of later questions, their attention to every slot of the last of
-      these layers, summed over queries.
+      Their cache, what the next layer reads, and the questions' attention to every slot of the last of these layers,
+      summed over queries.
     """
     config, policy, seen = params.config, cache.policy, cache.seen
     last = len(cache.layers) - 1
-    read = functools.partial(through_layers, params, policy)
+    read = functools.partial(through_layers, params, policy, fresh=False)
     where = (seen, count, seen + count)
-    below, x, _ = read(0, cache.layers[:last], params.embed(tokens), *where, pages[:last], fresh=fresh, collector=None)
-    collector = None
-    if not fresh:
-        scale = policy.window_scale(config, seen)
-        collector = SignalCollector(Signals(columns=True), config, seen, count, jnp.zeros_like(count), scale, 0)
-    at, x, found = read(last, cache.layers[last:], x, *where, pages[last:], fresh=fresh, collector=collector)
-    mass = None
-    if found is not None:
-        assert found.columns is not None and found.columns.kept is not None
-        mass = found.columns.kept.sum(axis=2)
-    return after_reading(cache.replace(layers=(*below, *at)), count), x, mass
+    below, x, _ = read(0, cache.layers[:last], params.embed(tokens), *where, pages[:last], collector=None)
+    scale = policy.window_scale(config, seen)
+    collector = SignalCollector(Signals(columns=True), config, seen, count, jnp.zeros_like(count), scale, 0)
+    at, x, found = read(last, cache.layers[last:], x, *where, pages[last:], collector=collector)
+    assert found is not None and found.columns is not None and found.columns.kept is not None
+    return after_reading(cache.replace(layers=(*below, *at)), count), x, found.columns.kept.sum(axis=2)
 
 
 def place(
@@ -142,16 +139,16 @@ def read_upper(
     x: Float[Array, "B T M"],
     seen: Int[Array, " B"],
     count: Int[Array, " B"],
-    staged: StagingBuffer | None,
-    length: Int[Array, "L B H"] | None,
+    staged: StagingBuffer,
+    length: Int[Array, "L B H"],
 ) -> tuple[tuple[LayerCache, ...], Float[Array, "B V"]]:
-    """Finish reading a question above the watershed.
+    """Finish reading a later question above the watershed.
 
     Args:
       empty: the layers' caches, which hold nothing.
       x: what the first of them reads; ``count`` tokens a row after ``seen``.
       staged: rows that the question sees, ``length`` of them by layer, row and head, with room for the question's own
-        behind them; None for none.
+        behind them.
 
     Returns:
       The caches with the selected rounds and the question, and the logits after each row's last token.
@@ -163,16 +160,12 @@ def read_upper(
     zero, done = zero_after(x), []
     for i, cache in enumerate(empty):
         layer = params.layers[first + i]
-        kept = None
-        if staged is not None and length is not None:
-            old_k, old_v = cache.sharding.gather_axis(staged.kv[i], 3)
-            kept = KeptTokens(old_k, old_v, length[i], None, None, min(old_k.shape[2], BLOCK))
+        old_k, old_v = cache.sharding.gather_axis(staged.kv[i], 3)
+        kept = KeptTokens(old_k, old_v, length[i], None, None, min(old_k.shape[2], BLOCK))
         x, k, v, _ = read_rows(layer, x, angles[i], kept, count, zero)
-        held = jnp.broadcast_to(count[:, None], k.shape[:2])
-        if kept is not None:
-            k, v = (_behind(old, new, kept.length) for old, new in ((kept.k, k), (kept.v, v)))
-            held = held + kept.length
-        if cache.scales is not None and staged is not None and staged.k_scale is not None:
+        held = jnp.broadcast_to(count[:, None], k.shape[:2]) + kept.length
+        k, v = (_behind(old, new, kept.length) for old, new in ((kept.k, k), (kept.v, v)))
+        if cache.scales is not None and staged.k_scale is not None:
             cache = cache.replace(scales=dataclasses.replace(cache.scales, k=staged.k_scale[i]))
         packed = store(cache, k, v, held, cache.pages)
         zero = zero_after(*jax.tree.leaves(packed.kv))
@@ -187,25 +180,36 @@ def _behind(old: Float[Array, "B H S D"], new: Float[Array, "B H T D"], length: 
 
 
 def cut(
-    layers: tuple[LayerCache, ...], row: Int[Array, ""], start: Int[Array, "L H"], held: Int[Array, "L H"], size: int
+    layers: tuple[LayerCache, ...],
+    row: int | Int[Array, ""],
+    start: Int[Array | np.ndarray, "L H"],
+    held: Int[Array | np.ndarray, "L H"],
+    size: int,
 ) -> UpperRows:
     """One row's slots ``start .. start + held - 1`` of each layer and head as they are stored, padded to ``size``.
 
-    Where devices share a head's pages, each gives its block of the slots.
+    Of NumPy's arrays the result is NumPy's. Where devices share a head's pages, each gives its block of the slots.
     """
-    index = start[..., None] + jnp.arange(size)
-    valid = jnp.arange(size) < held[..., None]
-    sharding = layers[0].sharding
+    xp, sharding, page_size = numpy_or_jax(start), layers[0].sharding, layers[0].page_size
+    valid = xp.arange(size) < held[..., None]
+    # The pages that any so many slots are in; of these, gathered whole, the slots.
+    first, pages = start // page_size, np.arange(-(-size // page_size) + 1)
+    slot = (start % page_size)[..., None] + np.arange(size)
     found, k_scales, v_scales = [], [], []
     for i, layer in enumerate(layers):
-        one = gather_pages(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, row, 0), layer))
-        places = jnp.minimum(index[i], max(layer.slots) - 1)
-        kv = jnp.stack([x[0] for x in stored_keys_and_values(one)])
-        kv = jnp.take_along_axis(kv, places[None, ..., None], axis=2)
-        found.append(sharding.shard_axis(jnp.where(valid[i, ..., None], kv, jnp.zeros((), kv.dtype)), 2))
+        one = gather_pages(jax.tree.map(lambda x: x[row][None], layer))
+        inside = xp.minimum(first[i][:, None] + pages, np.asarray(one.pages)[:, None] - 1)
+        where: Any = 0, np.asarray(one.starts)[:, None] + inside
+        heads = np.arange(len(one.pages))[:, None]
+
+        def slots(of_pages: Any, heads: Any = heads, here: Any = slot[i]) -> Any:
+            return of_pages.reshape(len(of_pages), -1, *of_pages.shape[3:])[heads, here]
+
+        kv = xp.stack([slots(x) for x in one.kv.at_pages(where)])
+        found.append(sharding.shard_axis(xp.where(valid[i, ..., None], kv, xp.zeros((), kv.dtype)), 2))
         if one.scales is not None:
             k_scales.append(one.scales.k[0])
-            v_scales.append(sharding.shard_axis(jnp.take_along_axis(by_head(one, one.scales.v)[0], places, axis=1), 1))
+            v_scales.append(sharding.shard_axis(slots(one.scales.v[where]), 1))
     if not k_scales:
-        return UpperRows(jnp.stack(found))
-    return UpperRows(jnp.stack(found), jnp.stack(k_scales), jnp.stack(v_scales))
+        return UpperRows(xp.stack(found))
+    return UpperRows(xp.stack(found), xp.stack(k_scales), xp.stack(v_scales))

@@ -10,12 +10,14 @@ import jax
 from kvjax.cache.cache import Cache
 from kvjax.cache.host_memory import as_numpy
 from kvjax.model.decoder import Decoder
+from kvjax.policies.split_cache import SplitCache
 from kvjax.rounds.closing import close_round
 from kvjax.rounds.conversation import Conversation
 from kvjax.rounds.round_programs import RoundPrograms
 from kvjax.rounds.stats import RoundStats
 from kvjax.rounds.turn import PendingTurn, read_question
 from kvjax.runtime.prefill_batches import Note, spread
+from kvjax.runtime.prefill_by_layers import compiles_faster_by_layers, program_names
 
 
 class RoundStrategy:
@@ -32,15 +34,16 @@ class RoundStrategy:
 
     def programs(self, request: Any, params: Decoder) -> tuple[list[str], list[str]]:
         """Names of the programs that reading and finishing need."""
-        fresh = ["lower_fresh", "upper"] if request.cache is None else []
+        fresh = _reading_first(request, params) if request.cache is None else []
         onto = ["lower_onto", "place_round", "upper"] if request.context or not fresh else []
         compress = ["compress"] if request.policy.inner is not None else []
-        return [*fresh, *(name for name in onto if name not in fresh)], [*compress, "cut_round"]
+        cut = [] if _programs_of(request).cuts_on_host else ["cut_round"]
+        return [*fresh, *onto], [*compress, *cut]
 
     def read(self, params: Decoder, request: Any, consume: bool, note: Note) -> tuple[Cache, jax.Array]:
         """Read the context as a round of its own, then the questions, then give every sample its row."""
         self._params = params
-        self._programs = RoundPrograms(request.lm.mesh, request.lm.config, request.programs.exact)
+        self._programs = _programs_of(request)
         kinds: dict[str, Any] = {"policy": request.policy, "dtype": request.dtype, "storage": request.storage}
         kinds |= {"memory_limit": request.memory_limit, "programs": self._programs, "note": note}
         kinds |= {"reserve": request.options.reserve_tokens}
@@ -75,3 +78,17 @@ class RoundStrategy:
             moved_bytes=0 if choice is None else sum(upper.nbytes for upper, _ in choice.parts),
             host_bytes=sum(part.upper.nbytes for part in after.rounds[row]),
         )
+
+
+def _programs_of(request: Any) -> RoundPrograms:
+    return RoundPrograms(request.lm.mesh, request.lm.config, request.programs.exact)
+
+
+def _reading_first(request: Any, params: Decoder) -> list[str]:
+    """Names of the programs that read a first question."""
+    split = SplitCache(request.policy.layers_below(params.config))
+    if not compiles_faster_by_layers(split, params, request.lm.mesh):
+        return ["prefill_fresh"]
+    # In a conversation that goes on, layers above the watershed have another size than those below it.
+    kinds = 2 if request.options.reserve_tokens else 1
+    return program_names(split, params, fresh=True, onto=False) + ["prefill_layer_fresh"] * (kinds - 1)

@@ -15,11 +15,13 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
+from kvjax.allocation import Allocation
 from kvjax.cache.buckets import NEW_TOKENS, RESERVE, batch_bucket, prompt_bucket, request_bucket, reserves
 from kvjax.cache.cache import Cache, resize_layer
 from kvjax.cache.continuation import delete
 from kvjax.cache.host_memory import as_numpy
 from kvjax.cache.quantisation import Storage
+from kvjax.committed import committed
 from kvjax.device_memory import device_limit
 from kvjax.errors import DoesNotFit
 from kvjax.memory_needs import cache_bytes, prefill_bytes, weights_bytes
@@ -31,7 +33,8 @@ from kvjax.rounds.conversation import Conversation, UpperRows
 from kvjax.rounds.round_programs import ONE_DEVICE, RoundPrograms, RoundUpload
 from kvjax.rounds.selection import normalised, round_attention, select
 from kvjax.rounds.steps import StagingBuffer, pages_onto
-from kvjax.runtime.prefill_batches import Note, unheard
+from kvjax.runtime.prefill_batches import PADDING_PROMPT, Note, read_prompts, unheard
+from kvjax.runtime.prefill_by_layers import compiles_faster_by_layers
 from kvjax.sharding.mesh import Mesh
 from kvjax.tables import human_bytes
 
@@ -116,15 +119,15 @@ def read_question(
       UsageError: a row's rounds are in the memory of another host than the row.
     """
     real, batch = len(prompts), programs.rows(len(prompts))
-    # A row of padding reads one token, or nothing new of another row's conversation, of which it selects no round.
-    padding = [prompts[0][:1]] if before is None else [()]
+    # A row of padding reads one token that is none, or nothing new of another row's conversation, of which it selects
+    # no round.
+    padding = [PADDING_PROMPT if before is None else ()]
     tokens, lengths = _batch_of([*prompts, *padding * (batch - real)])
     limit = device_limit(memory_limit)
     question = _Question(params, policy, programs, dtype, storage, limit, note, tokens, lengths, real)
     if before is None:
-        read = question.read_first(prefix, reserve or 0)
-    else:
-        read = question.read_onto(before, consume, RESERVE if reserve is None else reserve)
+        return question.read_first(prompts, prefix, reserve or 0)
+    read = question.read_onto(before, consume, RESERVE if reserve is None else reserve)
     given = read.x, read.seen, lengths, read.staging, read.held
     layers, logits = programs.upper(params, *given, policy=read.split, dtype=dtype, storage=storage)
     cache = read.cache.replace(layers=read.cache.layers + layers, policy=read.split)
@@ -142,14 +145,13 @@ def _batch_of(prompts: Sequence[Sequence[int]]) -> tuple[Int[np.ndarray, "B T"],
 
 
 class _LowerRead(NamedTuple):
-    """A question that the layers below the watershed have read, and what those above it need.
+    """A later question that the layers below the watershed have read, and what those above it need.
 
     Attributes:
       cache: of the lower layers. x: hidden states that the upper layers read.
       split: the capacities below and above the watershed.
       seen: [B] tokens before the question.
-      staging: the prefixes and selected rounds, on the device; None for a first question.
-      held: [L, B, H] slots that these hold in the upper layers.
+      staging: the prefixes and selected rounds, on the device. held: [L, B, H] slots of theirs in the upper layers.
       turn: what closing the round needs.
     """
 
@@ -157,8 +159,8 @@ class _LowerRead(NamedTuple):
     x: jax.Array
     split: SplitCache
     seen: np.ndarray
-    staging: StagingBuffer | None
-    held: np.ndarray | None
+    staging: StagingBuffer
+    held: np.ndarray
     turn: PendingTurn
 
 
@@ -195,24 +197,34 @@ class _Question:
     def batch(self) -> int:
         return len(self.lengths)
 
-    def read_first(self, prefix: Sequence[int], reserve: int) -> _LowerRead:
-        """Read a conversation's first question, with ``reserve`` tokens for later turns where they fit."""
-        longest = int(self.lengths.max())
-        capacity, split = self._sizes(longest, longest, 0, reserve // self.batch)
+    def read_first(
+        self, prompts: Sequence[Sequence[int]], prefix: Sequence[int], reserve: int
+    ) -> tuple[Cache, jax.Array, PendingTurn]:
+        """Read a conversation's first question, with ``reserve`` tokens for later turns where they fit.
+
+        It selects nothing, so all layers read it one after the other, as any prompt.
+        """
+        longest, programs = int(self.lengths.max()), self.programs.of_tokens
+        capacity, split = self._sizes(longest, longest, 0, reserve // self.batch, lasting=bool(reserve))
         self._check_fits(split, capacity, first=True)
-        cache, x = self.programs.lower_fresh(
+        cache, logits = read_prompts(
             self.params,
-            self.tokens,
-            self.lengths,
-            policy=SplitCache(self.below),
-            capacity=capacity,
+            prompts,
+            policy=split,
+            cache=None,
+            consume=False,
             dtype=self.dtype,
             storage=self.storage,
+            programs=programs,
+            note=self.note,
+            size=Allocation(self.batch, capacity),
+            by_layers=lambda tokens: compiles_faster_by_layers(split, self.params, programs.mesh),
         )
+        if programs.mesh is None:  # as what comes from host memory on later turns is
+            cache, logits = committed((cache, logits))
         start = np.array([*prefix, *[1] * (self.batch - self.real)], np.int32)
         base = np.broadcast_to(start[:, None], (self.config.num_layers, self.batch, self.config.num_kv_heads))
-        turn = PendingTurn(None, self.policy, start, base, ())
-        return _LowerRead(cache, x, split, np.zeros_like(self.lengths), None, None, turn)
+        return cache, logits, PendingTurn(None, self.policy, start, base, ())
 
     def read_onto(self, before: Conversation, consume: bool, reserve: int) -> _LowerRead:
         """Read a later question, select rounds by its attention, and bring them to the device."""
@@ -251,7 +263,7 @@ class _Question:
         self.note(cache)
         return cache, x, as_numpy(mass)
 
-    def _sizes(self, lower: int, upper: int, held: int, spare: int) -> tuple[int, SplitCache]:
+    def _sizes(self, lower: int, upper: int, held: int, spare: int, *, lasting: bool = True) -> tuple[int, SplitCache]:
         """Slots to allocate below the watershed, and a split cache, for rows of so many slots below and above it.
 
         As :func:`~kvjax.policies.split_cache.slots_below` and ``slots_above``; exact where that needs
@@ -261,7 +273,7 @@ class _Question:
         spares = () if unpadded else reserves(lower, spare, outgrown=bool(held))
         for spare, exact in (*((count, False) for count in spares), (0, True)):
             capacity = slots_below(self.config, lower, held=held, spare=spare, exact=exact)
-            split = SplitCache(self.below, slots_above(upper, exact=exact))
+            split = SplitCache(self.below, slots_above(upper, lasting=lasting, exact=exact))
             if self.limit is None or self._need(split, capacity) <= self.limit:
                 break
         return capacity, split
