@@ -56,6 +56,18 @@ _AHEAD = "kvjax-ahead"
 _ahead: set[_Job[Any]] = set()
 
 
+#: Threads that run models until they are told to end, and what tells them.
+_lasting: dict[threading.Thread, Callable[[], None]] = {}
+
+
+def end_at_exit(thread: threading.Thread, stop: Callable[[], None]) -> None:
+    """Before the process ends have ``stop`` called, and wait for the thread, unless Ctrl-C ends the process."""
+    _wait_at_exit()
+    for other in [other for other in _lasting if not other.is_alive()]:
+        _lasting.pop(other, None)
+    _lasting[thread] = stop
+
+
 def is_ahead() -> bool:
     """Whether this is a thread of :func:`start`."""
     return threading.current_thread().name == _AHEAD
@@ -122,8 +134,17 @@ def _last_wait() -> None:
         return
     try:
         wait_for_abandoned()
+        for stop in _lasting.values():
+            stop()
+        for thread in _lasting:
+            thread.join()
     except KeyboardInterrupt:
         _end(130)
+
+
+def _at_work() -> bool:
+    """Whether threads are where Python must not end them."""
+    return bool(_running) or any(thread.is_alive() for thread in _lasting)
 
 
 def _interrupted() -> bool:
@@ -134,7 +155,7 @@ def _interrupted() -> bool:
 @atexit.register  # early, so that it comes after what scripts registered later
 def _end_broken_off() -> None:
     """End where Python would end threads, with the exit code that it has for Ctrl-C."""
-    if _running and _interrupted():
+    if _at_work() and _interrupted():
         _flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
@@ -143,7 +164,7 @@ def _end_broken_off() -> None:
 
 def leave(code: int, *, at_once: bool) -> int:
     """The exit code; where something still runs, or ``at_once``, the process ends here."""
-    return _end(code) if at_once or _running else code
+    return _end(code) if at_once or _at_work() else code
 
 
 def _end(code: int) -> NoReturn:

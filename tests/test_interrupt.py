@@ -381,6 +381,18 @@ def test_a_script_that_goes_on_after_ctrl_c_ends_well():
     assert process.returncode == 7 and not error
 
 
+def test_a_script_that_leaves_an_engine_at_work_ends_well():
+    left = """
+    import time
+    engine = kvjax.Engine(lm, slots=2, prompt_tokens=64, new_tokens=16)
+    engine.submit("hello")
+    time.sleep(0.3)
+"""
+    process = _started(left, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 0 and not error
+
+
 def test_the_command_shows_a_line_and_ends_at_once():
     leader, follower = pty.openpty()
     command = ("generate", "hello", "--no-compile-cache", "--max-new-tokens", "9")

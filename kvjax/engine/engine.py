@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 
 from kvjax.cache.cache import Cache
 from kvjax.cache.host_memory import as_numpy
@@ -28,6 +28,7 @@ from kvjax.options import FIELDS, GenerationOptions, RequestKeywords, merged, sh
 from kvjax.policies import Policy
 from kvjax.prompts import Prompt
 from kvjax.request import Request
+from kvjax.waiting import end_at_exit
 
 #: Tokens of the longest prompt, where nothing else is said.
 _PROMPT_TOKENS = 2048
@@ -123,11 +124,12 @@ class Engine:
         self._handles: dict[int, Handle] = {}
         self._served: deque[RequestMetrics] = deque()
         self._before = Totals()  # of those that were served before these
-        self._closing = False
+        self._closing = self._ended = self._left = False
         self._broken: BaseException | None = None
         self._began = time.perf_counter()
         self._thread = threading.Thread(target=self._run, name="kvjax-engine", daemon=True)
         self._thread.start()
+        end_at_exit(self._thread, self._stop)
 
     @property
     def sizes(self) -> EngineSizes:
@@ -228,6 +230,10 @@ class Engine:
             self._fail(error)
         else:
             self._fail(UsageError(_CLOSED))
+        with self._wake:
+            self._ended, left = True, self._left
+        if left:
+            self._core.close()
 
     def _take(self) -> bool:
         """Take over what was submitted and called off, waiting for it if there is nothing to do; False at the end."""
@@ -287,22 +293,49 @@ class Engine:
             return self._wake.wait_for(lambda: not self._handles or not self._thread.is_alive(), timeout)
 
     def close(self) -> None:
-        """Stop, and free the slots; what has not ended ends by an error."""
+        """Stop, and free the slots; what has not ended ends by an error.
+
+        It waits for the program that is compiled or runs; Ctrl-C leaves that, and the slots, to the engine's thread.
+        """
+        self._stop()
+        try:
+            self._thread.join()
+        except KeyboardInterrupt:
+            self._leave()
+            raise
+        self._core.close()
+
+    def _stop(self) -> None:
         with self._wake:
             self._closing = True
             self._wake.notify_all()
-        self._thread.join()
-        self._core.close()
+
+    def _leave(self) -> None:
+        """Stop without waiting; the engine's thread frees the slots when it ends."""
+        self._stop()
+        with self._wake:
+            self._left, ended = True, self._ended
+        if ended:
+            self._core.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pressed = kind is not None and issubclass(kind, KeyboardInterrupt)
         try:
             if kind is None:
                 self.drain()
+        except KeyboardInterrupt:
+            pressed = True
+            raise
         finally:
-            self.close()
+            if pressed:
+                self._leave()
+            else:
+                self.close()
 
     def report(self) -> EngineReport:
         """Statistics so far: tokens per second, slot utilisation, waiting times."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
+import jax
 import pytest
 from support.engines import LM, POLICY, ids
 
@@ -104,16 +105,39 @@ def test_an_error_of_the_engine_is_told_to_everybody(monkeypatch):
     engine.close()
 
 
-def test_ctrl_c_while_it_is_left_frees_the_slots(monkeypatch):
+@pytest.mark.parametrize("where", ["in the block", "while it is drained", "while it is closed"])
+def test_ctrl_c_is_not_kept_waiting_by_what_runs(monkeypatch, where):
+    """The engine's thread goes on to the end of its program, and frees the slots then."""
     engine = Engine(LM, POLICY, slots=3, prompt_tokens=320, new_tokens=80)
+    going_on = threading.Event()
+    decode = engine._core.slots.decode
+    monkeypatch.setattr(engine._core.slots, "decode", lambda *given: going_on.wait(60) and decode(*given))
 
-    def pressed(timeout=None):
+    def pressed(*given, **more):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine, "drain", pressed)
-    with pytest.raises(KeyboardInterrupt), engine:
-        engine.submit(ids(9, 1), max_new_tokens=70, chat=False)
-    assert not engine._thread.is_alive()
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patched, engine:
+        handle = engine.submit(ids(9, 1), max_new_tokens=70, chat=False)
+        if where == "in the block":
+            pressed()
+        elif where == "while it is drained":
+            patched.setattr(engine, "drain", pressed)
+        else:
+            handle.cancel()
+            patched.setattr(engine, "drain", bool)
+            patched.setattr(engine._thread, "join", pressed)
+    assert engine._thread.is_alive() and not slots_are_free(engine)
+    going_on.set()
+    engine._thread.join(60)
+    assert not engine._thread.is_alive() and slots_are_free(engine)
+    if where != "while it is closed":
+        with pytest.raises(UsageError, match="closed before this had ended"):
+            handle.result(0)
+    engine.close()
+
+
+def slots_are_free(engine: Engine) -> bool:
+    return all(x.is_deleted() for layer in engine._core.slots._state.cache.layers for x in jax.tree.leaves(layer.kv))
 
 
 def test_an_event_loop_that_is_gone_is_nobody_elses_trouble(lagkv):
