@@ -169,13 +169,15 @@ def _toy() -> Any:
 
     from kvjax.bench.shapes import shapes
     from kvjax.checkpoints.load import LanguageModel
+    from kvjax.committed import committed
     from kvjax.model.decoder import random_decoder
     from kvjax.text.tokenizer import Tokenizer, byte_level_alphabet
 
     # As many layers as are read by a program of one of them, as those of real models are.
     config = dataclasses.replace(shapes()["tiny"], max_position=8192, num_layers=8)
     tokenizer = Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE(vocab=byte_level_alphabet(), merges=[])))
-    return LanguageModel("toy", config, random_decoder(config), tokenizer, ())
+    # Committed, as weights that are loaded are.
+    return LanguageModel("toy", config, committed(random_decoder(config)), tokenizer, ())
 
 
 def _as_dicts(rows: Sequence[Any]) -> list[dict[str, Any]]:

@@ -46,6 +46,11 @@ class Passes:
         return prompt_bucket(self.size + max(self.asked.request_tokens))
 
     @property
+    def most(self) -> int:
+        """Passes that a row of every token takes."""
+        return -(-self.prompts.shape[1] // self.size)
+
+    @property
     def number(self) -> Int[Array, ""]:
         """Passes that the longest row takes."""
         return (jnp.max(self.count) + self.size - 1) // self.size
@@ -54,8 +59,7 @@ class Passes:
         """Each key's largest probability before the first pass; None of a layer with a window, whose keys all stay."""
         if layer.config.window is not None:
             return None
-        chunks = -(-self.prompts.shape[1] // self.size)
-        return jnp.zeros((*k.shape[:2], chunks * self.size), jnp.float32)
+        return jnp.zeros((*k.shape[:2], self.most * self.size), jnp.float32)
 
     def of(self, i: Int[Array, ""]) -> tuple[Int[Array, "B W"], Int[Array, " B"], Int[Array, " B"]]:
         """Pass ``i``: what is fed, how many tokens of each row, and how many of these are the chunk's."""

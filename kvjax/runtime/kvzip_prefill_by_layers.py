@@ -1,149 +1,99 @@
-"""A prompt that is repeated (KVzip), layer by layer: each layer reads it, then each pass goes through the layers.
+"""A prompt that is repeated (KVzip), layer by layer: each layer reads it, then takes all passes, then chooses.
 
-The numbers are those of :func:`kvjax.runtime.kvzip_prefill.read_then_choose`, which is one program of all layers. Here
-two programs serve every layer of a kind: one reads the prompt and leaves its keys and values whole, one takes a pass
-through a layer, and in the last pass lets the policy choose. On one device alone.
+The numbers are those of :func:`kvjax.runtime.kvzip_prefill.read_then_choose`, which is one program of all layers. A
+pass attends in each layer to that layer's keys and values alone, so a layer needs of the others only what they made of
+the passes before it: hidden states instead of the keys and values of all layers. On one device alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvjax.cache.cache import Cache
 from kvjax.cache.quantisation import Storage
 from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.model.rope import angles_of_layers, prompt_positions
 from kvjax.policies.base import Policy
-from kvjax.policies.signals import PromptSignals, Repetition
-from kvjax.policies.traced_checks import check_arrays
+from kvjax.policies.signals import PromptSignals
 from kvjax.runtime.kvzip_passes import Passes
 from kvjax.runtime.kvzip_prefill import hold, pass_through, with_repeated
-from kvjax.runtime.prefill import after_reading
-from kvjax.runtime.prefill_and_compress import compress_one, read_one
+from kvjax.runtime.prefill_and_compress import read_one
 from kvjax.runtime.signal_collector import signal_collector
 from kvjax.runtime.single_layer_programs import (
-    Begun,
     LayerInput,
     LayerwisePrompt,
-    Reading,
     before_the_first,
     cache_of,
     embedded,
     layer_of,
-    logits_of_last,
     own_layer,
-    work_of,
+    put_as_weights,
 )
-from kvjax.sharding.compile import Device, Program, put
+from kvjax.sharding.compile import Device
 
-#: A layer's keys, its values, and what its policy asked for of them; then each key's largest probability in the passes.
-Whole = tuple[Array, Array, PromptSignals | None]
-Peak = Array | None
-
-
-class Pass(NamedTuple):
-    """A pass: its number, and whether it is the last."""
-
-    number: Any
-    final: Any
+#: The inputs of a layer in every pass, [passes, B, W, M]; None of a policy that has nothing repeated.
+Fed = Array | None
 
 
-def hold_layer(
-    device: Device,
-    ends: Decoder,
-    layer: DecoderLayer,
-    cache: Cache | None,
-    x: Float[Array, "B T M"],
-    read: LayerInput,
-    *,
-    number: int,
-) -> tuple[tuple[Whole, Peak], Float[Array, "B T M"], Float[Array, "B V"]]:
-    """Read a prompt in one layer and keep all of it: onto ``cache``, see :func:`layer_of`, or onto nothing."""
-    policy, (seen, count, work, total) = device.local_policy, read.counts
-    x = embedded(ends, read, x)
-    (angles,) = angles_of_layers([layer.config], prompt_positions(seen, x.shape[1], cache is None), seen + count)
-    collector = signal_collector(policy, device.local_config, seen, count, total, x.shape[1], cache is None)
-    old, shared = (None, (None,)) if cache is None else (own_layer(cache, read.index), cache.shared_layers[0])
-    given = layer, old, x, angles, read.counts, jnp.int32(0), collector, shared
-    _, x, k, v, signals = read_one(policy, number, *given, fresh=cache is None)
-    repeat = policy.signals.repeat
-    peak = None if repeat is None else Passes(repeat, read.tokens, seen, work).empty_peak(layer, k)
-    return ((k, v, signals), peak), x, logits_of_last(ends, read, x)
+class Whole(NamedTuple):
+    """A layer that has read a prompt, and repeated it where its policy asks for that.
 
+    Attributes:
+      ordered: its slots before the prompt, in the policy's order.
+      k, v: of the prompt. signals: what the policy asked for.
+    """
 
-def repeat_layer(
-    device: Device,
-    ends: Decoder,
-    layer: DecoderLayer,
-    cache: Cache | None,
-    x: Float[Array, "B W M"],
-    peak: Float[Array, "B H S"] | None,
-    whole: Whole,
-    read: LayerInput,
-    this: Pass,
-    *,
-    number: int,
-    pages: tuple[int, ...],
-    dtype: Any,
-    storage: Storage,
-) -> tuple[Cache, Float[Array, "B W M"], Peak]:
-    """A pass through one layer that holds a prompt; in the final one its cache becomes what the policy chooses."""
-    policy, (k, v, _), fresh = device.local_policy, whole, cache is None
-    if cache is None:
-        cache = new_cache(device, number, read, pages, dtype, storage)
-    once = repeat_once(policy, ends, layer, cache, x, peak, whole, read, this, number=number, fresh=fresh)
-
-    def choose() -> Any:
-        given = number, layer, once.ordered, k, v, read.counts, once.signals
-        return compress_one(policy, *given, pages=pages, fresh=fresh)
-
-    packed = jax.lax.cond(this.final, choose, lambda: unread(choose, cache.layers[0]))
-    return after_reading(cache.replace(layers=(packed,)), read.counts[1]), once.x, once.peak
-
-
-class Repeated(NamedTuple):
-    """A layer after a pass: what the next reads, its keys' peak, its slots in order, and what its policy asked for."""
-
-    x: Float[Array, "B W M"]
-    peak: Peak
     ordered: Any
+    k: Float[Array, "B H T D"]
+    v: Float[Array, "B H T D"]
     signals: PromptSignals | None
 
 
-def repeat_once(
-    policy: Policy,
+def read_whole(
+    device: Device,
     ends: Decoder,
     layer: DecoderLayer,
     cache: Cache,
-    x: Float[Array, "B W M"],
-    peak: Float[Array, "B H S"] | None,
-    whole: Whole,
+    x: Float[Array, "B T M"],
+    fed: Fed,
     read: LayerInput,
-    this: Pass,
-    *,
     number: int,
+    *,
     fresh: bool,
-) -> Repeated:
-    """A pass through one layer that holds a prompt; ``cache`` is what :func:`layer_of` gives of it."""
-    (k, v, signals), (seen, count, work, _) = whole, read.counts
-    passes = Passes(asked(policy), read.tokens, seen, work)
-    ids, fed, chunk = passes.of(this.number)
-    x = embedded(ends, read._replace(tokens=ids), x)
-    old, alibi, end = own_layer(cache, read.index), layer.config.positional == "alibi", seen + work
-    ordered = old if fresh else policy.sort_slots(number, old, layer.config)
-    check_arrays(policy, "sort_slots", old, ordered)
-    held = hold(ordered, k, v, seen, count, fresh=fresh, placed=alibi)
-    (angles,) = angles_of_layers([layer.config], end[:, None] + jnp.arange(passes.width), end)
-    given = layer, held, angles, cache.shared_layers[0], peak, passes
-    x, peak = pass_through(*given, this.number, fed, chunk, x)
+) -> tuple[Whole, Float[Array, "B T M"], Fed]:
+    """Read a prompt in one layer and keep all of it; and what the next layer reads, of the prompt and in every pass.
+
+    ``cache``: of what came before, see :func:`layer_of`; ``fresh`` if that is nothing.
+    """
+    policy, (seen, count, work, total) = device.local_policy, read.counts
+    old, shared = own_layer(cache, read.index), cache.shared_layers[0]
+    x = embedded(ends, read, x)
+    (angles,) = angles_of_layers([layer.config], prompt_positions(seen, x.shape[1], fresh), seen + count)
+    collector = signal_collector(policy, device.local_config, seen, count, total, x.shape[1], fresh)
+    given = layer, old, x, angles, read.counts, jnp.int32(0), collector, shared
+    ordered, x, k, v, signals = read_one(policy, number, *given, fresh=fresh)
+    asked = policy.signals.repeat
+    if asked is None or fed is None:
+        return Whole(ordered, k, v, signals), x, None
+    passes, end = Passes(asked, read.tokens, seen, work), seen + work
+    held = hold(ordered, k, v, seen, count, fresh=fresh, placed=layer.config.positional == "alibi")
+    (rope,) = angles_of_layers([layer.config], end[:, None] + jnp.arange(passes.width), end)
+
+    def once(i: Int[Array, ""], carried: tuple[Array, Array | None]) -> tuple[Array, Array | None]:
+        fed, peak = carried
+        ids, tokens, chunk = passes.of(i)
+        y = embedded(ends, read._replace(tokens=ids), jax.lax.dynamic_index_in_dim(fed, i, keepdims=False))
+        y, peak = pass_through(layer, held, rope, shared, peak, passes, i, tokens, chunk, y)
+        return jax.lax.dynamic_update_index_in_dim(fed, y, i, 0), peak
+
+    fed, peak = jax.lax.fori_loop(0, passes.number, once, (fed, passes.empty_peak(layer, k)))
     found = with_repeated(signals, None if peak is None else peak[..., : read.tokens.shape[1]])
-    return Repeated(x, peak, ordered, found)
+    return Whole(ordered, k, v, found), x, fed
 
 
 def new_cache(
@@ -155,73 +105,11 @@ def new_cache(
     return layer_of(cache, number) if cache.shares_layers else cache
 
 
-def unread(choose: Callable[[], Any], instead: Any = None) -> Any:
-    """A stand-in for ``choose()`` where nobody reads it: ``instead`` if it is of its types, else zeros."""
-    wanted = jax.eval_shape(choose)
-    if _types(wanted) == _types(instead):
-        return instead
-    return jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype), wanted)
-
-
-def _types(tree: Any) -> Any:
-    return jax.tree.structure(tree), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
-
-
-def asked(policy: Policy) -> Repetition:
-    """How prompts are repeated under a policy that has them repeated."""
-    found = policy.signals.repeat
-    assert found is not None
-    return found
-
-
-HOLD_LAYER = Program(hold_layer, None, ("number",), (3,))
-REPEAT_LAYER = Program(repeat_layer, None, ("number", "pages", "dtype", "storage"), (2, 3, 4))
-
-
-def holding(prompt: LayerwisePrompt) -> Generator[Array, None, tuple[list[Any], Array, list[Pass], Begun, Array]]:
-    """Read a prompt in all layers, which keep all of it.
-
-    Returns:
-      What each holds, an array for the first input of a pass, the passes to take, what was begun, and the logits.
-    """
-    device, read, width = prompt.device, prompt.read, prompt.tokens.shape[1]
-    x, logits = before_the_first(device, read.tokens, prompt.params), None
-    sizes = Passes(asked(device.policy), read.tokens, *read.counts[:2])
-    final = max(0, (int(work_of(prompt.tokens, prompt.count).max()) - 1) // sizes.size)
-    passes = [Pass(np.int32(number), np.bool_(number == final)) for number in range(final + 1)]
-    work = len(prompt.params.layers) * (width + len(passes) * sizes.width)
-    begun = Begun(prompt.tokens, prompt.count, work)
-    held: list[Any] = []
-    for layer, number, before, told in prompt.layers(prompt.cache):
-        one, x, logits = HOLD_LAYER(device, prompt.ends, layer, before, x, told, number=number)
-        held.append(one)
-        yield begun.after(one[0][0], width)
-    assert logits is not None  # a model has layers
-    fed: Any = put(device, np.zeros((len(prompt.count), sizes.width), np.int32))
-    return held, before_the_first(device, fed, prompt.params), passes, begun, logits
-
-
-def repeating_by_layers(prompt: LayerwisePrompt) -> Reading:
-    """:func:`kvjax.runtime.prefill_by_layers.reading_by_layers` of prompts that are repeated."""
-    cache = prompt.cache
-    held, x, passes, begun, logits = yield from holding(prompt)
-    layers: list[Any] = [None] * len(held) if cache is None else list(cache.layers)
-    one = None
-    for this in passes:
-        final = bool(this.final)
-        now = None if cache is None else cache.replace(layers=tuple(layers))
-        for i, (layer, number, before, read) in enumerate(prompt.layers(now)):
-            whole, peak = held[i]
-            sizes: dict[str, Any] = {"number": number, "pages": prompt.pages[i]}
-            sizes |= {"dtype": jnp.dtype(prompt.dtype), "storage": prompt.storage}
-            donate = cache is None or (prompt.consume and prompt.fits[i])
-            given = prompt.ends, layer, before, x, peak, whole, read, this
-            one, x, peak = REPEAT_LAYER(prompt.device, *given, donate=donate, **sizes)
-            held[i] = None if final else (whole, peak)
-            if final or (donate and cache is not None):
-                (layers[i],) = one.layers
-            if donate and cache is not None:
-                prompt.note(cache.replace(layers=tuple(layers)))
-            yield begun.after(one.seen, x.shape[1])
-    assert one is not None  # a model has layers
-    return prompt.done(one, layers), logits
+def fed_first(prompt: LayerwisePrompt, policy: Policy) -> Fed:
+    """Arrays for the first layer's input of every pass, as :func:`before_the_first` gives one of a prompt."""
+    if policy.signals.repeat is None:
+        return None
+    sizes = Passes(policy.signals.repeat, prompt.read.tokens, *prompt.read.counts[:2])
+    shape = sizes.most, len(prompt.count), sizes.width
+    ids = put_as_weights(prompt.device, prompt.params, np.zeros(shape, np.int32))
+    return before_the_first(prompt.device, ids, prompt.params)

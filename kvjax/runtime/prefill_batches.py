@@ -18,7 +18,6 @@ from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
 from kvjax.policies.composition import shares
-from kvjax.runtime.kvzip_prefill_by_layers import repeating_by_layers
 from kvjax.runtime.prefill_by_layers import compiles_faster_by_layers, program_names, reading_by_layers
 from kvjax.runtime.prefill_choosing_by_layers import choosing_by_layers
 from kvjax.runtime.programs import ONE_DEVICE, Programs
@@ -153,8 +152,7 @@ def reading(
         if logprobs is None and by_layers(bucket):
             device = programs.device(policy if cache is None else cache.policy, config)
             given = device, params, cache, tokens, count, total, consume, dtype, storage
-            read_layers = reading_by_layers if policy.signals.repeat is None else repeating_by_layers
-            read_layers = choosing_by_layers if policy.shares_layers else read_layers
+            read_layers = choosing_by_layers if policy.shares_layers else reading_by_layers
             sizes = {"own_capacity": None, **capacities, **onto}
             found: Any = yield from read_layers(LayerwisePrompt(*given, sizes, note))
         elif cache is None:

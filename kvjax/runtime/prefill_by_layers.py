@@ -1,7 +1,8 @@
 """A prompt read layer by layer, each layer by a program of its own, which layers of its kind share.
 
 The numbers are those of the prefill of all layers in one program, which reads a prompt layer by layer too: a policy
-that selects by attention over the entire prompt sees all of it, where pieces of the prompt would not do. Two things are
+that selects by attention over the entire prompt sees all of it, where pieces of the prompt would not do; so does one
+that has the prompt repeated. Two things are
 gained: a program of one layer of thirty is compiled, and read back from the compilation cache, in a small part of the
 time; and what else has to run may run between layers.
 """
@@ -21,8 +22,9 @@ from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.model.rope import angles_of_layers, prompt_positions
 from kvjax.policies.base import Policy
 from kvjax.runtime.alike_layers import numbers_of_kind
+from kvjax.runtime.kvzip_prefill_by_layers import Fed, fed_first, new_cache, read_whole
 from kvjax.runtime.prefill import after_reading
-from kvjax.runtime.prefill_and_compress import read_and_compress
+from kvjax.runtime.prefill_and_compress import compress_one, read_and_compress
 from kvjax.runtime.signal_collector import signal_collector
 from kvjax.runtime.single_layer_programs import (
     Begun,
@@ -45,9 +47,9 @@ _MANY_ALIKE = 4
 #: Kinds of layers, programs each, that are worth the stops in between: so many, or half of the layers. Compiling them
 #: takes no longer than one program of all layers does.
 _FEW_KINDS = 4
-#: What a layer gives: a cache of it alone with the counters after the prompt, what the next layer reads, and the logits
-#: after each row's last token, which are zeros before the last layer.
-LayerRead = tuple[Cache, Float[Array, "B T M"], Float[Array, "B V"]]
+#: What a layer gives: a cache of it alone with the counters after the prompt, what the next layer reads, of the prompt
+#: and in every pass that repeats it, and the logits after each row's last token, which are zeros before the last layer.
+LayerRead = tuple[Cache, Float[Array, "B T M"], Fed, Float[Array, "B V"]]
 
 
 def can_stop_between_layers(policy: Policy, params: Decoder, mesh: Mesh | None = None) -> bool:
@@ -80,6 +82,7 @@ def prefill_layer_fresh(
     ends: Decoder,
     layer: DecoderLayer,
     x: Float[Array, "B T M"],
+    fed: Fed,
     read: LayerInput,
     *,
     number: int,
@@ -92,10 +95,10 @@ def prefill_layer_fresh(
     Args:
       ends: the model without its layers. layer: this one.
       x: what it reads; of the first layer anything of that shape, since ``read`` has the tokens that it embeds.
+      fed: the same of every pass.
     """
-    empty = device.empty_layer(number, x.shape[0], pages, dtype, storage)
-    cache = cache_of(device, empty, read.counts[0])
-    return _read(device, ends, layer, cache, x, read, number, empty.pages, fresh=True)
+    cache = new_cache(device, number, read, pages, dtype, storage)
+    return _read(device, ends, layer, cache, x, fed, read, number, cache.layers[0].pages, fresh=True)
 
 
 def prefill_layer_onto(
@@ -104,13 +107,14 @@ def prefill_layer_onto(
     layer: DecoderLayer,
     cache: Cache,
     x: Float[Array, "B T M"],
+    fed: Fed,
     read: LayerInput,
     *,
     number: int,
     pages: tuple[int, ...],
 ) -> LayerRead:
     """One layer of :func:`kvjax.runtime.prefill.prefill_onto`, of a cache of this layer alone."""
-    return _read(device, ends, layer, cache, x, read, number, pages, fresh=False)
+    return _read(device, ends, layer, cache, x, fed, read, number, pages, fresh=False)
 
 
 def _read(
@@ -119,31 +123,37 @@ def _read(
     layer: DecoderLayer,
     cache: Cache,
     x: Float[Array, "B T M"],
+    fed: Fed,
     read: LayerInput,
     number: int,
     pages: tuple[int, ...],
     *,
     fresh: bool,
 ) -> LayerRead:
-    seen, count, _, total = read.counts
-    x = embedded(ends, read, x)
-    (angles,) = angles_of_layers([layer.config], prompt_positions(seen, x.shape[1], fresh), seen + count)
-    collector = signal_collector(cache.policy, device.local_config, seen, count, total, x.shape[1], fresh)
-    given = layer, cache.layers[0], x, angles, read.counts, jnp.int32(0), collector, shared_layer(cache, read.index)
-    packed, x, _, _ = read_and_compress(cache.policy, number, *given, pages=pages, fresh=fresh)
-    return after_reading(cache.replace(layers=(packed,)), count), x, logits_of_last(ends, read, x)
+    policy, (seen, count, _, total), how = cache.policy, read.counts, {"pages": pages, "fresh": fresh}
+    if fed is None:
+        x = embedded(ends, read, x)
+        (angles,) = angles_of_layers([layer.config], prompt_positions(seen, x.shape[1], fresh), seen + count)
+        collector = signal_collector(policy, device.local_config, seen, count, total, x.shape[1], fresh)
+        given = layer, cache.layers[0], x, angles, read.counts, jnp.int32(0), collector
+        packed, x, _, _ = read_and_compress(policy, number, *given, shared_layer(cache, read.index), **how)
+    else:
+        whole, x, fed = read_whole(device, ends, layer, cache, x, fed, read, number, fresh=fresh)
+        given = number, layer, whole.ordered, whole.k, whole.v, read.counts, whole.signals
+        packed = compress_one(policy, *given, **how)
+    return after_reading(cache.replace(layers=(packed,)), count), x, fed, logits_of_last(ends, read, x)
 
 
 def _layer_types(device: Device, arguments: Any, static: dict[str, Any]) -> Any:
     """The results of :func:`prefill_layer_fresh`, by the types that say where they go."""
     given = {name: static[name] for name in ("pages", "dtype", "storage")}
     layer = jax.eval_shape(lambda: device.empty_layer(static["number"], 1, **given))
-    return cache_of(device, layer, ROW), ROW, ROW
+    return cache_of(device, layer, ROW), ROW, None, ROW
 
 
-PREFILL_LAYER_FRESH = Program(prefill_layer_fresh, _layer_types, ("number", "pages", "dtype", "storage"), (2,))
+PREFILL_LAYER_FRESH = Program(prefill_layer_fresh, _layer_types, ("number", "pages", "dtype", "storage"), (2, 3))
 PREFILL_LAYER_ONTO = Program(
-    prefill_layer_onto, lambda device, arguments, static: (arguments[2], ROW, ROW), ("number", "pages"), (2, 3)
+    prefill_layer_onto, lambda device, arguments, static: (arguments[2], ROW, None, ROW), ("number", "pages"), (2, 3, 4)
 )
 
 
@@ -153,11 +163,7 @@ def program_names(policy: Policy, params: Decoder, *, fresh: bool, onto: bool) -
     small = [] if zeros_are_sent() else ["hidden_states"]
     if policy.shares_layers:
         small += [] if zeros_are_sent() else ["empty_pool"]
-        repeats = policy.signals.repeat is not None
-        weighing = ["hold_layer", "repeat_and_weigh_layer"] if repeats else ["hold_and_weigh_layer"]
-        return small + [*weighing, "lay_out_layer"] * kinds * (fresh + onto)
-    if policy.signals.repeat is not None:
-        return small + ["hold_layer", "repeat_layer"] * kinds * (fresh + onto)
+        return small + ["hold_and_weigh_layer", "lay_out_layer"] * kinds * (fresh + onto)
     return small + ["prefill_layer_fresh"] * kinds * fresh + ["prefill_layer_onto"] * kinds * onto
 
 
@@ -168,7 +174,7 @@ def reading_by_layers(prompt: LayerwisePrompt) -> Reading:
     results.
     """
     device, cache = prompt.device, prompt.cache
-    x = before_the_first(device, prompt.read.tokens, prompt.params)
+    x, fed = before_the_first(device, prompt.read.tokens, prompt.params), fed_first(prompt, device.policy)
     begun = Begun(prompt.tokens, prompt.count, len(prompt.params.layers))
     done: list[Any] = []
     one = logits = None
@@ -176,12 +182,12 @@ def reading_by_layers(prompt: LayerwisePrompt) -> Reading:
         sizes: dict[str, Any] = {"number": number, "pages": prompt.pages[i]}
         if cache is None or before is None:
             sizes |= {"dtype": jnp.dtype(prompt.dtype), "storage": prompt.storage}
-            one, x, logits = PREFILL_LAYER_FRESH(device.at(number), prompt.ends, layer, x, read, **sizes)
+            one, x, fed, logits = PREFILL_LAYER_FRESH(device.at(number), prompt.ends, layer, x, fed, read, **sizes)
             done += one.layers
         else:
             donate = prompt.consume and prompt.fits[i]
-            given = prompt.ends, layer, before, x, read
-            one, x, logits = PREFILL_LAYER_ONTO(device.at(number), *given, donate=donate, **sizes)
+            given = prompt.ends, layer, before, x, fed, read
+            one, x, fed, logits = PREFILL_LAYER_ONTO(device.at(number), *given, donate=donate, **sizes)
             done += one.layers
             if donate:
                 prompt.note(cache.replace(layers=(*done, *cache.layers[i + 1 :])))

@@ -1,14 +1,13 @@
 """Prompts of a policy whose layers share their slots, layer by layer: each is read and weighed, then each is laid out.
 
 The numbers are those of :mod:`kvjax.runtime.choice_of_all_layers`, one program of all layers. Here two programs serve
-every layer: one reads the prompt, leaves its keys and values whole, and weighs them; one lays a layer out in the pool,
-and in the first layer chooses among all before. A prompt that is repeated takes a third. On one device alone.
+every layer: one reads the prompt, and repeats it if the policy asks for that, leaves its keys and values whole, and
+weighs them; one lays a layer out in the pool, and in the first layer chooses among all before. On one device alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator
 from typing import Any, NamedTuple
 
 import jax
@@ -21,17 +20,8 @@ from kvjax.cache.pool import LayerCache
 from kvjax.cache.quantisation import Storage
 from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.policies.base import Weighed
-from kvjax.runtime.choice_of_all_layers import chosen_of_all, lay_out_one, weigh_one
-from kvjax.runtime.kvzip_prefill_by_layers import (
-    Pass,
-    Peak,
-    Whole,
-    hold_layer,
-    holding,
-    new_cache,
-    repeat_once,
-    unread,
-)
+from kvjax.runtime.choice_of_all_layers import Dense, chosen_of_all, lay_out_one, weigh_one
+from kvjax.runtime.kvzip_prefill_by_layers import Fed, fed_first, new_cache, read_whole
 from kvjax.runtime.prefill import after_reading
 from kvjax.runtime.single_layer_programs import (
     Begun,
@@ -39,10 +29,12 @@ from kvjax.runtime.single_layer_programs import (
     LayerwisePrompt,
     Reading,
     before_the_first,
+    logits_of_last,
     own_layer,
+    put_as_weights,
     zeros_are_sent,
 )
-from kvjax.sharding.compile import Device, Program, put
+from kvjax.sharding.compile import Device, Program
 
 
 class Chosen(NamedTuple):
@@ -59,49 +51,22 @@ def hold_and_weigh_layer(
     layer: DecoderLayer,
     cache: Cache | None,
     x: Float[Array, "B T M"],
+    fed: Fed,
     read: LayerInput,
     *,
     number: int,
     pages: tuple[int, ...],
     dtype: Any,
     storage: Storage,
-) -> tuple[Whole, Weighed, Float[Array, "B T M"], Float[Array, "B V"]]:
+) -> tuple[Dense, Weighed, Float[Array, "B T M"], Fed, Float[Array, "B V"]]:
     """Read a prompt in one layer, keep all of it, and say what it is worth."""
-    policy, fresh = device.local_policy, cache is None
-    (whole, _), x, logits = hold_layer(device, ends, layer, cache, x, read, number=number)
+    fresh = cache is None
     before = new_cache(device, number, read, pages, dtype, storage) if cache is None else cache
-    view = own_layer(before, read.index)
-    old: Any = view if fresh else policy.sort_slots(number, view, layer.config)
-    given = number, layer.config, old, whole[:2], read.counts, whole[2]
-    return whole, weigh_one(policy, *given, pages=pages, fresh=fresh), x, logits
-
-
-def repeat_and_weigh_layer(
-    device: Device,
-    ends: Decoder,
-    layer: DecoderLayer,
-    cache: Cache | None,
-    x: Float[Array, "B W M"],
-    peak: Float[Array, "B H S"] | None,
-    whole: Whole,
-    read: LayerInput,
-    this: Pass,
-    *,
-    number: int,
-    pages: tuple[int, ...],
-    dtype: Any,
-    storage: Storage,
-) -> tuple[Weighed, Float[Array, "B W M"], Peak]:
-    """A pass through one layer that holds a prompt; in the final one what the prompt is worth, before it zeros."""
-    policy, fresh = device.local_policy, cache is None
-    before = new_cache(device, number, read, pages, dtype, storage) if cache is None else cache
-    once = repeat_once(policy, ends, layer, before, x, peak, whole, read, this, number=number, fresh=fresh)
-
-    def weigh() -> Weighed:
-        given = number, layer.config, once.ordered, whole[:2], read.counts, once.signals
-        return weigh_one(policy, *given, pages=pages, fresh=fresh)
-
-    return jax.lax.cond(this.final, weigh, lambda: unread(weigh)), once.x, once.peak
+    whole, x, fed = read_whole(device, ends, layer, before, x, fed, read, number, fresh=fresh)
+    dense = whole.k, whole.v
+    given = number, layer.config, whole.ordered, dense, read.counts, whole.signals
+    weighed = weigh_one(device.local_policy, *given, pages=pages, fresh=fresh)
+    return dense, weighed, x, fed, logits_of_last(ends, read, x)
 
 
 def lay_out_layer(
@@ -109,7 +74,7 @@ def lay_out_layer(
     cache: Cache | None,
     made: Cache,
     chosen: Chosen,
-    whole: tuple[Array, Array],
+    whole: Dense,
     marks: dict[str, Array],
     weighed: tuple[Weighed, ...],
     read: LayerInput,
@@ -159,8 +124,7 @@ def empty_pool(
     return pool.replace(state=None)
 
 
-HOLD_AND_WEIGH_LAYER = Program(hold_and_weigh_layer, None, ("number", "pages", "dtype", "storage"), (3,))
-REPEAT_AND_WEIGH_LAYER = Program(repeat_and_weigh_layer, None, ("number", "pages", "dtype", "storage"), (3, 4))
+HOLD_AND_WEIGH_LAYER = Program(hold_and_weigh_layer, None, ("number", "pages", "dtype", "storage"), (3, 4))
 LAY_OUT_LAYER = Program(lay_out_layer, None, ("number", "pages", "dtype", "storage"), (1, 2))
 EMPTY_POOL = Program(empty_pool, None, ("pages", "dtype", "storage"))
 
@@ -172,16 +136,25 @@ def choosing_by_layers(prompt: LayerwisePrompt) -> Reading:
     """
     device, cache, rows, (pages,) = prompt.device, prompt.cache, len(prompt.count), prompt.pages
     sizes: dict[str, Any] = {"pages": pages, "dtype": jnp.dtype(prompt.dtype), "storage": prompt.storage}
-    weigh = _weighed if device.policy.signals.repeat is None else _repeated_and_weighed
-    held, weighed, begun, logits = yield from weigh(prompt, sizes)
-    made = _to_be(device, cache, rows, sizes)
+    begun = Begun(prompt.tokens, prompt.count, len(prompt.params.layers))
+    held, weighed, logits = [], [], None
+    x, fed = before_the_first(device, prompt.read.tokens, prompt.params), fed_first(prompt, device.policy)
+    for layer, number, before, read in prompt.layers(cache):
+        given = prompt.ends, layer, before, x, fed, read
+        dense, one, x, fed, logits = HOLD_AND_WEIGH_LAYER(device, *given, number=number, **sizes)
+        held.append(dense)
+        weighed.append(one)
+        yield begun.after(dense[0])
+    del x, fed
+    assert logits is not None  # a model has layers
+    made = _to_be(prompt, sizes)
     each, candidates = (rows, len(pages)), weighed[0].scores.shape[2]
     nothing: Any = np.zeros((*each, candidates), bool), np.zeros(each, np.int32), np.zeros(each, np.int32)
-    one, chosen = made, Chosen(*put(device, nothing))
+    one, chosen = made, Chosen(*put_as_weights(device, prompt.params, nothing))
     bare = tuple(dataclasses.replace(layer, marks={}, state=None) for layer in weighed)
     for i, (_, number, before, read) in enumerate(prompt.layers(cache)):
-        (k, v, _), held[i] = held[i], None
-        given = before, made, chosen, (k, v), weighed[i].marks, bare, read
+        dense, held[i] = held[i], None
+        given = before, made, chosen, dense, weighed[i].marks, bare, read
         one, chosen = LAY_OUT_LAYER(device, *given, number=number, **sizes)
         made = made.replace(layers=one.layers)
         yield begun.after(one.seen, 0.0)
@@ -190,46 +163,14 @@ def choosing_by_layers(prompt: LayerwisePrompt) -> Reading:
     return prompt.done(one, [pool]), logits
 
 
-#: What layers hold, what they are worth, what was begun, and the logits.
-_Weighed = Generator[Array, None, tuple[list[Any], list[Weighed], Begun, Array]]
-
-
-def _weighed(prompt: LayerwisePrompt, sizes: dict[str, Any]) -> _Weighed:
-    """Read a prompt in all layers, which weigh it."""
-    begun = Begun(prompt.tokens, prompt.count, len(prompt.params.layers))
-    held, weighed, x, logits = [], [], before_the_first(prompt.device, prompt.read.tokens, prompt.params), None
-    for layer, number, before, read in prompt.layers(prompt.cache):
-        given = prompt.ends, layer, before, x, read
-        whole, one, x, logits = HOLD_AND_WEIGH_LAYER(prompt.device, *given, number=number, **sizes)
-        held.append(whole)
-        weighed.append(one)
-        yield begun.after(whole[0])
-    assert logits is not None  # a model has layers
-    return held, weighed, begun, logits
-
-
-def _repeated_and_weighed(prompt: LayerwisePrompt, sizes: dict[str, Any]) -> _Weighed:
-    """Read a prompt in all layers and repeat it; in the last pass they weigh it."""
-    held, x, passes, begun, logits = yield from holding(prompt)
-    weighed: list[Weighed] = []
-    for this in passes:
-        for i, (layer, number, before, read) in enumerate(prompt.layers(prompt.cache)):
-            whole, peak = held[i]
-            given = prompt.ends, layer, before, x, peak, whole, read, this
-            one, x, peak = REPEAT_AND_WEIGH_LAYER(prompt.device, *given, number=number, **sizes)
-            held[i] = whole, peak
-            weighed += [one] if this.final else []
-            yield begun.after(one.budget, x.shape[1])
-    return [whole for whole, _ in held], weighed, begun, logits
-
-
-def _to_be(device: Device, cache: Cache | None, rows: int, sizes: dict[str, Any]) -> Cache:
+def _to_be(prompt: LayerwisePrompt, sizes: dict[str, Any]) -> Cache:
     """The cache that layers are laid out in: an empty pool of all of them, with the counters of before."""
-    counters: Any = np.zeros((rows,), np.int32), np.full((rows,), NO_TOKEN, np.int32)
-    zeros, no_token = put(device, counters)
+    device, cache, rows = prompt.device, prompt.cache, len(prompt.count)
+    counters = np.zeros((rows,), np.int32), np.full((rows,), NO_TOKEN, np.int32)
+    zeros, no_token = put_as_weights(device, prompt.params, counters)
     if zeros_are_sent():
         shapes = jax.eval_shape(lambda: empty_pool(device, zeros, **sizes))
-        pool: Any = put(device, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))
+        pool: Any = put_as_weights(device, prompt.params, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))
     else:
         pool = EMPTY_POOL(device, zeros, **sizes)
     if cache is None:

@@ -20,6 +20,7 @@ from kvjax.cache.groups import parts
 from kvjax.cache.layer_view import layer_view
 from kvjax.cache.quantisation import Storage
 from kvjax.cache.shared_context import SharedLayer
+from kvjax.committed import put_beside
 from kvjax.model.decoder import Decoder, DecoderLayer, without_layers
 from kvjax.runtime.alike_layers import numbers_of_kind
 from kvjax.runtime.prefill import last_hidden, pages_onto
@@ -107,7 +108,9 @@ def cache_of(device: Device, layer: Any, seen: Any) -> Cache:
     return Cache((layer,), seen, seen, jnp.full_like(seen, NO_TOKEN), device.local_policy, 0, 0)
 
 
-def hidden_states(device: Device, tokens: Int[Array, "B T"], *, hidden_size: int, dtype: Any) -> Float[Array, "B T M"]:
+def hidden_states(
+    device: Device, tokens: Int[Array, "*B T"], *, hidden_size: int, dtype: Any
+) -> Float[Array, "*B T M"]:
     """Zeros where the first layer's input goes."""
     return jnp.zeros((*tokens.shape, hidden_size), dtype)
 
@@ -151,7 +154,7 @@ class LayerwisePrompt:
         """The arrays that the layers read."""
         seen = np.zeros((len(self.count),), np.int32) if self.cache is None else self.cache.seen
         work = work_of(self.tokens, self.count)
-        given: Any = put(self.device, (self.tokens, (seen, self.count, work, self.total)))
+        given: Any = put_as_weights(self.device, self.params, (self.tokens, (seen, self.count, work, self.total)))
         return LayerInput(*given)
 
     @functools.cached_property
@@ -195,7 +198,7 @@ def work_of(tokens: Int[np.ndarray, "B T"], count: Int[np.ndarray, " B"]) -> Int
     return np.where(tokens[:, 0] < 0, 0, count)
 
 
-def before_the_first(device: Device, ids: Int[Array, "B T"], params: Decoder) -> Float[Array, "B T M"]:
+def before_the_first(device: Device, ids: Int[Array, "*B T"], params: Decoder) -> Float[Array, "*B T M"]:
     """The array that the first layer embeds into, whose numbers nobody reads.
 
     A CPU is handed zeros, for which nothing is compiled; an accelerator, which they would have to be sent to, makes
@@ -205,7 +208,16 @@ def before_the_first(device: Device, ids: Int[Array, "B T"], params: Decoder) ->
     if not zeros_are_sent():
         return HIDDEN_STATES(device, ids, hidden_size=channels, dtype=dtype)
     zeros: Any = np.zeros((*ids.shape, channels), dtype)
-    return put(device, zeros)
+    return put_as_weights(device, params, zeros)
+
+
+def put_as_weights(device: Device, params: Decoder, tree: Any) -> Any:
+    """NumPy's arrays where programs take them, committed if the weights are.
+
+    What a layer makes is committed as the weights are, so that a first layer that is given anything else would have a
+    program of its own.
+    """
+    return put(device, tree) if device.mesh is not None else put_beside(jax.tree.leaves(params)[0], tree)
 
 
 def zeros_are_sent() -> bool:

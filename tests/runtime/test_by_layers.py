@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from support.compiled import compiled_programs
 import kvjax
 from kvjax import progress
 from kvjax.cache.quantisation import MODEL
+from kvjax.committed import committed
 from kvjax.runtime import prefill_batches, prefill_by_layers, prefill_choosing_by_layers, single_layer_programs
 from kvjax.runtime.prefill_by_layers import can_stop_between_layers, compiles_faster_by_layers, reading_by_layers
 from kvjax.runtime.programs import Programs
@@ -62,15 +65,14 @@ def test_prompts_contexts_and_turns_are_those_of_one_program(lm, monkeypatch, po
 @pytest.mark.parametrize(("policy", "storage", "layers"), REPEATED)
 def test_prompts_that_are_repeated_are_those_of_one_program(lm, monkeypatch, policy, storage, layers):
     lm = toys.tiny_model(**{**SMALL, **layers})
-    check(lm, monkeypatch, policy, storage, ("hold_layer", "repeat_layer"))
+    check(lm, monkeypatch, policy, storage, ("prefill_layer_fresh", "prefill_layer_onto"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "storage", "layers"), TOGETHER)
 def test_prompts_that_layers_choose_of_together_are_those_of_one_program(monkeypatch, policy, storage, layers):
     lm = toys.tiny_model(**{**SMALL, **layers})
-    first = ("hold_layer", "repeat_and_weigh_layer") if "kvzip" in policy else ("hold_and_weigh_layer",)
-    check(lm, monkeypatch, policy, storage, (*first, "lay_out_layer"))
+    check(lm, monkeypatch, policy, storage, ("hold_and_weigh_layer", "lay_out_layer"))
 
 
 def check(lm, monkeypatch, policy, storage, names):
@@ -95,12 +97,27 @@ def check(lm, monkeypatch, policy, storage, names):
     assert programs["prefill_fresh"] and not programs[names[0]]
 
 
-def test_layers_of_one_kind_share_one_program(lm):
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "names"),
+    [
+        ("full", ["prefill_layer_fresh"]),
+        ("kvzip:ratio=0.5", ["prefill_layer_fresh"]),
+        ("adaptive:ratio=0.5,inner=kvzip,scope=model", ["hold_and_weigh_layer", "lay_out_layer"]),
+    ],
+)
+def test_layers_of_one_kind_share_one_program(lm, policy, names, loaded):
+    """Also the first, whose input no layer made; weights that are loaded are committed to their device."""
+    if loaded:
+        lm = dataclasses.replace(lm, params=committed(lm.params))
     with compiled_programs() as programs:
-        kvjax.generate(lm, PROMPT, max_new_tokens=1)
-    assert dict(programs) == {"prefill_layer_fresh": 1, "decode_chunk": 1}
+        kvjax.generate(lm, PROMPT, policy=policy, max_new_tokens=1)
+    assert dict(programs) == dict.fromkeys([*names, "decode_chunk"], 1)
+
+
+def test_layers_of_each_window_are_a_kind():
     windows = (8, None) * 4
-    with compiled_programs() as programs:  # a kind of each window
+    with compiled_programs() as programs:
         kvjax.generate(toys.tiny_model(num_layers=8, windows=windows), PROMPT, max_new_tokens=1)
     assert programs["prefill_layer_fresh"] == 2
 

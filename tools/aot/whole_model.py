@@ -156,7 +156,7 @@ class _Shapes:
         x = self.placed.by_row(jax.ShapeDtypeStruct((self.batch, self.capacity, self.config.hidden_size), DTYPE))
         pages = self.device.pages(self.capacity, NEW_TOKENS, self.storage)[number]
         how = {"number": number, "pages": pages, "dtype": DTYPE, "storage": self.storage}
-        given = without_layers(params), params.layers[number], x, read
+        given = without_layers(params), params.layers[number], x, None, read
         return lambda: PREFILL_LAYER_FRESH.trace(self.device.at(number), *given, **how)
 
 
