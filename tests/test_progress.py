@@ -14,6 +14,7 @@ import kvjax
 from kvjax import progress
 from kvjax.batch.counts import Counts
 from kvjax.cache.buckets import rows_multiplied
+from kvjax.eval.suites import estimate
 from kvjax.live_line import LogLine, NotebookLine, TerminalLine, display, shown
 from kvjax.progress import Event, Reporter, reporter, showing, stage, telling
 from kvjax.runtime import prefill_speed
@@ -268,6 +269,16 @@ def test_earlier_prompts_tell_how_long_one_takes(speeds):
     prefill_speed.note(config, long, 100.0, keep=True)
     prefill_speed.note(config, short, 2.0, keep=True)  # says less than the long one
     assert prefill_speed.expected_seconds(config, short) == pytest.approx(100 * short / long)
+
+
+def test_short_prompts_do_not_tell_how_long_a_run_of_long_ones_takes(speeds):
+    lm, day = toys.tiny_model(), 86_400.0
+    read = prefill_speed.work(lm.config, 1, 4096)
+    prefill_speed.note(lm.config, prefill_speed.work(lm.config, 1, 40), day, keep=True)
+    assert prefill_speed.expected_seconds(lm.config, read) > day
+    assert estimate.work_seconds(lm, [(2, 4096)], 1) < 60
+    prefill_speed.note(lm.config, read, day, keep=True)
+    assert estimate.work_seconds(lm, [(2, 4096)], 1) == pytest.approx(2 * day, rel=0.01)
 
 
 def test_speeds_are_kept_for_the_next_process(speeds, monkeypatch):

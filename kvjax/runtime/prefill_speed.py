@@ -18,6 +18,8 @@ from kvjax.model.config import ModelConfig
 
 #: Prompts that took less tell of overheads.
 _LEAST_SECONDS = 0.05
+#: A prompt of less than this fraction of another's work says less, or nothing, about its speed.
+_ALIKE = 0.3
 #: (multiplications a second, those of the prompt that showed it), of each model.
 _speeds: dict[str, tuple[float, float]] = {}
 
@@ -35,10 +37,14 @@ def work(config: ModelConfig, rows: int, tokens: int, seen: int = 0) -> float:
     return float(rows) * tokens * (weights + attention)
 
 
-def expected_seconds(config: ModelConfig, amount: float) -> float | None:
-    """Seconds that so much work will take; None where nothing of the kind was done before."""
+def expected_seconds(config: ModelConfig, amount: float, longest: float = 0.0) -> float | None:
+    """Seconds that so much work will take; None where nothing of the kind was done before.
+
+    ``longest``: the work of the longest of many prompts, for which far shorter ones do not tell: with few tokens most
+    of the time goes into reading the weights, and the estimate of a long run would be many times too high.
+    """
     found = _speeds.get(_key(config)) or _kept().get(_key(config))
-    return None if found is None else amount / found[0]
+    return None if found is None or found[1] < _ALIKE * longest else amount / found[0]
 
 
 def note(config: ModelConfig, amount: float, seconds: float, *, keep: bool) -> None:
@@ -47,12 +53,12 @@ def note(config: ModelConfig, amount: float, seconds: float, *, keep: bool) -> N
     A prompt far shorter than the one that is remembered says less, and is not remembered.
     """
     key = _key(config)
-    if seconds < _LEAST_SECONDS or amount < 0.3 * _speeds.get(key, (0.0, 0.0))[1]:
+    if seconds < _LEAST_SECONDS or amount < _ALIKE * _speeds.get(key, (0.0, 0.0))[1]:
         return
     _speeds[key] = amount / seconds, amount
     kept = _kept() if keep else {}
     old = kept.get(key)
-    if keep and (old is None or (amount >= 0.3 * old[1] and not 0.8 < old[0] * seconds / amount < 1.25)):
+    if keep and (old is None or (amount >= _ALIKE * old[1] and not 0.8 < old[0] * seconds / amount < 1.25)):
         try:
             _file().parent.mkdir(parents=True, exist_ok=True)
             write_atomically(_file(), json.dumps(kept | {key: _speeds[key]}, indent=1) + "\n")

@@ -72,10 +72,10 @@ def _seconds(
     lm: LanguageModel, contexts: Sequence[Reading], onto: Sequence[Reading], steps: int, repeats: bool
 ) -> float:
     again = [Reading(one.rows, one.tokens, one.tokens) for one in contexts] if repeats else []
-    works = (prefill_speed.work(lm.config, one.rows, one.tokens, one.seen) for one in [*contexts, *onto, *again])
-    reading = sum(works)
+    works = [(prefill_speed.work(lm.config, 1, one.tokens, one.seen), one.rows) for one in [*contexts, *onto, *again]]
+    reading, longest = sum(work * rows for work, rows in works), max((work for work, _ in works), default=0.0)
     multiplications, bytes_read = _speeds(lm.params.dtype)
-    known = prefill_speed.expected_seconds(lm.config, reading)
+    known = prefill_speed.expected_seconds(lm.config, reading, longest)
     weights = weights_bytes(lm.config, lm.params.dtype)
     return (reading / multiplications if known is None else known) + steps * weights / bytes_read
 
