@@ -49,7 +49,7 @@ class Engine:
     """A batch of slots of equal size through which requests pass: in-flight batching under any policy of tokens.
 
     A request that ends gives its slot to the next at once, so no row waits for the longest. What a request answers is,
-    token for token, what :func:`kvjax.generate` answers to it alone::
+    token for token, what :func:`kvjax.generate` answers to it alone, over an int8 cache up to rounding::
 
         with kvjax.Engine(lm, policy="lagkv:ratio=0.25", slots=16, prompt_tokens=4096) as engine:
             handles = [engine.submit(prompt, max_new_tokens=200) for prompt in prompts]
