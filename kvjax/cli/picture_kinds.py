@@ -82,9 +82,8 @@ class QuestionAnswer:
 
     def check(self) -> None:
         if self.dialogues is None or not is_file(self.dialogues):
-            raise UsageError(
-                f"{ALIKE} is drawn of real dialogues; give --dialogues a file of them (it is {self.dialogues})."
-            )
+            given = "" if self.dialogues is None else f", and {self.dialogues} is none"
+            raise UsageError(f"{ALIKE} is drawn of real dialogues; give --dialogues a file of them{given}.")
 
     def draw(self, lm: LanguageModel, out: Path) -> int:
         from kvjax.eval.dialogues import long_dialogues

@@ -30,6 +30,10 @@ def test_positions_of_a_text(cli, tmp_path):
     assert (tmp_path / "kept.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_help_counts_the_policies_of_long_generation(cli):
+    assert len(EVICTING) == 6 and "by default six that evict" in re.sub(r"\s+", " ", cli("picture", "--help").out)
+
+
 def test_a_study_goes_on_where_it_was_left(cli, tmp_path, monkeypatch):
     asked = []
 
@@ -92,7 +96,7 @@ def test_questions_and_answers_of_dialogues(cli, tmp_path):
     assert "Dialogues: 1. Question and answer correlate" in ran.out and "dialogue 1 of 1" in ran.err
     assert (tmp_path / "alike.png").read_bytes().startswith(b"\x89PNG")
     for options, says in (
-        ((), "--dialogues"),
+        ((), "give --dialogues a file of them."),
         (("--dialogues", str(told), "--least-rounds", "5"), "5 rounds"),
         (("--dialogues", str(told), "--least-rounds", "2"), "--least-rounds is 2"),
         (("--dialogues", str(told), "--most", "0"), "--most is 0"),
