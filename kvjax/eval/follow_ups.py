@@ -121,12 +121,12 @@ def _draw(rng: random.Random, index: int, lines: int) -> FollowUps:
 
 def _tokens(tokenizer: Tokenizer, drawn: FollowUps) -> int:
     """Tokens of a whole conversation: what its longest cache has seen."""
-    asked = zip(drawn.questions, drawn.prefixes, strict=True)
+    asked, first = zip(drawn.questions, drawn.prefixes, strict=True), len(tokenizer.prefix_ids)
     text = drawn.context + "\n".join(f"{question} {prefix}" for question, prefix in asked)
     if tokenizer.has_chat_template:
         messages = [{"role": "user", "content": drawn.context + drawn.questions[0]}]
         for turn in range(1, len(drawn.questions)):
             messages.append({"role": "assistant", "content": drawn.prefixes[turn - 1]})
             messages.append({"role": "user", "content": drawn.questions[turn]})
-        text = tokenizer.render(messages) + drawn.prefixes[-1]
-    return len(tokenizer.encode(text)) + len(drawn.questions) * ANSWER_TOKENS
+        text, first = tokenizer.render(messages) + drawn.prefixes[-1], 0
+    return first + len(tokenizer.encode(text)) + len(drawn.questions) * ANSWER_TOKENS

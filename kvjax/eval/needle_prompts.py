@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def template_tokens(lm: LanguageModel) -> int:
-    """Tokens a chat template adds around one message; 0 without a template."""
+    """Tokens that a chat template adds around one message; without one those that begin a text."""
     if not lm.tokenizer.has_chat_template:
-        return 0
+        return len(lm.tokenizer.prefix_ids)
     return len(lm.tokenizer.encode(lm.tokenizer.render([{"role": "user", "content": ""}])))
 
 
@@ -22,9 +22,9 @@ def prompt_ids(lm: LanguageModel, sample: Sample) -> tuple[list[int], list[int]]
 
     Ids and not messages, because the benchmark's text must reach the model unchanged.
     """
-    text = sample.prompt
+    text, first = sample.prompt, lm.tokenizer.prefix_ids
     if lm.tokenizer.has_chat_template:
         user = {"role": "user", "content": sample.context + sample.question}
-        text = lm.tokenizer.render([user]) + sample.answer_prefix.lstrip()
+        text, first = lm.tokenizer.render([user]) + sample.answer_prefix.lstrip(), ()
     context, question, rest = text.rpartition(sample.question)
-    return lm.tokenizer.encode(context), lm.tokenizer.encode_after(question + rest)
+    return [*first, *lm.tokenizer.encode(context)], lm.tokenizer.encode_after(question + rest)

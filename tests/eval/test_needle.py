@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
+import tokenizers
 import toys
 from support.needles import NeedleAnswer, NeedleResult, run_needles
 
 from kvjax.errors import UsageError
+from kvjax.eval import follow_ups
+from kvjax.eval.material import make_prompts
+from kvjax.eval.results import Settings
 from kvjax.eval.ruler import Sample
 from kvjax.policies import Full, LagKV
+from kvjax.text.tokenizer import Tokenizer
 
 
 def result(*scores: float) -> NeedleResult:
@@ -25,6 +31,25 @@ def test_statistics_of_a_result():
     assert mixed.standard_error == pytest.approx(math.sqrt(0.6875 / 3) / 2)
     assert result(1, 1).standard_error == 0
     assert math.isnan(result(1).standard_error)
+
+
+def test_without_a_template_a_prompt_begins_as_the_model_expects_it():
+    """Models without a chat template may expect a token at the beginning of a text, and answer nonsense without it."""
+    lm = toys.needle_model()
+    backend = tokenizers.Tokenizer.from_str(lm.tokenizer.to_json())
+    plain = Tokenizer(tokenizers.Tokenizer.from_str(lm.tokenizer.to_json()))
+    (start,) = plain.encode("<|start|>")
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|start|> $A", special_tokens=[("<|start|>", start)]
+    )
+    begun = dataclasses.replace(lm, tokenizer=Tokenizer(backend))
+    assert begun.tokenizer.prefix_ids == (start,)
+    made = make_prompts(begun, Settings("needles", "float32", ("niah_single_1",), samples=2), "niah_single_1", 480)
+    for context, whole in zip(made.contexts, made.wholes, strict=True):
+        assert context[0] == start and context.count(start) == 1
+        assert len(whole) + made.room <= 480
+    (talk,) = follow_ups.make_conversations(plain, length=480, samples=1)
+    assert follow_ups._tokens(begun.tokenizer, talk) == talk.length + 1
 
 
 @pytest.mark.slow

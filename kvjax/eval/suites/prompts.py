@@ -133,8 +133,8 @@ def _texts(lm: LanguageModel, item: Item) -> list[str]:
 def room_of(lm: LanguageModel, length: int | None, max_new_tokens: int, *, chat: bool = True) -> int:
     """Tokens that a prompt's own words may take beside the answer and, of a ``chat``, the template."""
     most = min(length or lm.config.max_position, lm.config.max_position)
-    template = template_tokens(lm) if chat else 0
-    room = most - template - len(lm.tokenizer.prefix_ids) - max_new_tokens
+    template = template_tokens(lm) if chat else len(lm.tokenizer.prefix_ids)
+    room = most - template - max_new_tokens
     if room < 16:
         raise UsageError(f"{most} tokens are too few for an answer of {max_new_tokens} and its prompt.")
     return room
