@@ -239,9 +239,12 @@ def measure(
         raise UsageError(f"shape is {quoted(shape)}; there are {', '.join(known)}.")
     config = known[shape]
     parsed = {text: with_profile(parse(text), config) for text in policies or every_policy()}
-    for name, values in {"batch": batches, "context": contexts, "rounds": [rounds], "steps": [steps]}.items():
+    for name, values in {"batch": batches, "context": contexts, "rounds": [rounds]}.items():
+        if not values:
+            raise UsageError(f"{name} is empty; give at least one number.")
         for value in values:
             whole_number(name, value, 1)
+    whole_number("steps", steps, 1, 64)  # the tokens one compiled call makes
     if max(contexts) > config.max_position:
         raise UsageError(f"context {max(contexts)} is beyond the shape's {config.max_position} tokens.")
     likeness = jax.eval_shape(lambda: random_decoder(config, dtype=jnp.dtype(dtype)))
@@ -260,7 +263,7 @@ def measure(
             rows.append(ShapeRow(batch, context, text, note=note))
             continue
         say(f"batch {batch}, context {context}, {text}")
-        rows.append(_case(params, text, parsed[text], batch, context, rounds, min(steps, 64)))
+        rows.append(_case(params, text, parsed[text], batch, context, rounds, steps))
         jax.clear_caches()
     return rows
 

@@ -81,6 +81,8 @@ def bench(
         inputs.integers(text, name) or ()
         for text, name in ((batch, "--batch"), (context, "--context"), (prefill, "--prefill"))
     )
+    if not ((batches and contexts) or prefills or long_steps or startup):
+        raise UsageError("Nothing is to be measured: give --batch and --context, --prefill, --long-steps or --startup.")
     policies, peers = tuple(policy or ("full",)), tuple(peer or ())
     parsed = {text: parse(text) for text in policies}
     _check_peers(peers)
@@ -108,7 +110,7 @@ def bench(
         _measure(bench, result, batches, contexts, prefills, long_steps)
     finally:  # Ctrl-C loses none of the cases that are done
         result.bandwidth_readings = bench.meter.readings
-        if result.decode or result.prefill:
+        if bench_report.tables(result):
             publish(bench_report.report(result), json, markdown)
 
 
@@ -144,7 +146,8 @@ def decode(
     check_json(json)
     dtype = dtype or "bfloat16"
     sizes = inputs.integers(batch, "--batch") or (), inputs.integers(context, "--context") or ()
-    rows = shapes.measure(shape, *sizes, tuple(policy or ()), dtype=dtype, rounds=rounds, say=say)
+    with inputs.naming_flags("batch", "context", "rounds"):
+        rows = shapes.measure(shape, *sizes, tuple(policy or ()), dtype=dtype, rounds=rounds, say=say)
     publish(shapes.report(rows, shapes.facts(shape, dtype)), json, markdown)
 
 

@@ -98,6 +98,11 @@ def test_rounds_have_a_watershed():
         shapes.measure("tiny", [1], [64], ["round:watershed=2"], dtype="float32")
 
 
+def test_steps_beyond_those_of_one_program_are_refused():
+    with pytest.raises(UsageError, match="steps is 65"):
+        shapes.measure("tiny", [1], [64], steps=65)
+
+
 def test_no_weights_are_made_for_cases_that_have_no_memory():
     """A batch of millions has its note at once; random weights of 8B would take minutes, and say that they are made."""
     said = []

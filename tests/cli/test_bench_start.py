@@ -1,10 +1,11 @@
-"""``kvjax bench start``: its tables and refusals."""
+"""``kvjax bench start``, and ``kvjax bench`` of starting and long answers alone: tables and refusals."""
 
 from __future__ import annotations
 
+import functools
 import json
 
-from kvjax.bench import first_hour, machine
+from kvjax.bench import cold_start, first_hour, machine, measurements
 
 
 def test_the_report_has_both_tables_and_the_machine(cli, monkeypatch, tmp_path):
@@ -22,3 +23,16 @@ def test_the_report_has_both_tables_and_the_machine(cli, monkeypatch, tmp_path):
     ]
     ran = cli("bench", "start", "--repetitions", "0")
     assert ran.code == 2 and "--repetitions is 0" in ran.sentence
+
+
+def test_what_is_measured_without_a_case_is_reported_too(cli, monkeypatch, tmp_path):
+    monkeypatch.setattr(cold_start, "measure_startup", lambda *_, **__: cold_start.Startup(1.5, 4.0, 2.5))
+    monkeypatch.setattr(machine, "BandwidthMeter", functools.partial(machine.BandwidthMeter, 1 << 20))
+    row = measurements.LongRow("tova:budget=8", 100, 120, 0.01, 0.02, 2.0, 64, 64)
+    monkeypatch.setattr(measurements.Bench, "long", lambda self, many: [row])
+    saved = tmp_path / "result.json"
+    nothing = ("bench", "--batch", "", "--context", "", "--prefill", "", "--json", str(saved), "--markdown")
+    ran = cli(*nothing, "--long-steps", "120")
+    assert ran.code == 0 and "tova:budget=8" in ran.out and json.loads(saved.read_text())["long"][0]["many"] == 120
+    ran = cli(*nothing, "--startup")
+    assert ran.code == 0 and "1.5 s" in ran.out and json.loads(saved.read_text())["startup"]["cold_total"] == 4.0
