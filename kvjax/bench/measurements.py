@@ -24,7 +24,7 @@ from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies import Policy
 from kvjax.policies.best import resolve
-from kvjax.runtime.synthetic import benchmark_controls, decode_state, filled_cache, run_steps
+from kvjax.runtime.synthetic import benchmark_controls, decode_state, filled_cache, run_steps, weight_bytes_per_step
 
 if TYPE_CHECKING:
     from kvjax.checkpoints.load import LanguageModel
@@ -135,12 +135,6 @@ class Candidate:
         return list(self.live_by_call[-rounds:]) or [self.live_cache_bytes] * rounds
 
 
-def weight_bytes_per_step(params: Decoder, config: ModelConfig) -> int:
-    """Bytes of weights a decode step must read: all of them, but of an untied embedding table only a few rows."""
-    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    return total if config.tie_embeddings else total - params.embedding[...].nbytes
-
-
 def interleave(candidates: Sequence[Candidate], rounds: int) -> dict[str, tuple[float, ...]]:
     """Measure every candidate once a round, in turn."""
     times: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
@@ -234,7 +228,7 @@ class Bench:
             candidates.append(self._peer_decoding(self.peer, batch, context))
         reading = Candidate("", self.meter)
         times = interleave([reading, *(each for c in candidates for each in (c, reading))], self.rounds)
-        weights = weight_bytes_per_step(self.lm.params, self.lm.config)
+        weights = weight_bytes_per_step(self.lm.params)
         rows = []
         for at, c in enumerate(candidates):
             seconds = statistics.median(times[c.name])

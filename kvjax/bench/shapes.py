@@ -279,7 +279,7 @@ def _too_large(needed: int) -> str | None:
 def _case(params: Decoder, text: str, policy: Policy, batch: int, context: int, rounds: int, steps: int) -> ShapeRow:
     import jax
 
-    from kvjax.runtime.synthetic import benchmark_controls, decode_state, run_steps
+    from kvjax.runtime.synthetic import benchmark_controls, decode_state, run_steps, weight_bytes_per_step
 
     config = params.config
     row = ShapeRow(batch, context, text)
@@ -292,7 +292,7 @@ def _case(params: Decoder, text: str, policy: Policy, batch: int, context: int, 
         if turn:  # the first compiles
             seconds.append(taken)
     step = statistics.median(seconds)
-    read = _weight_bytes(params) + live
+    read = weight_bytes_per_step(params) + live
     return dataclasses.replace(
         row, tokens_per_second=batch / step, step_seconds=step, cache_bytes=held, step_bytes=read
     )
@@ -315,14 +315,6 @@ def _filled(config: ModelConfig, policy: Policy, batch: int, context: int, dtype
     lower = layers(placed.watershed, context)
     upper = layers(config.num_layers - placed.watershed, placed.upper_capacity)
     return lower.replace(layers=lower.layers + upper.layers, policy=placed)
-
-
-def _weight_bytes(params: Decoder) -> int:
-    """Bytes of the weights that a step reads; of an untied embedding it reads a few rows."""
-    import jax
-
-    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    return total if params.config.tie_embeddings else total - params.embedding[...].nbytes
 
 
 def _needed(config: ModelConfig, dtype: str, policy: Policy, batch: int, context: int) -> int:

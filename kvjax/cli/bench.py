@@ -87,6 +87,7 @@ def bench(
     parsed = {text: parse(text) for text in policies}
     _check_peers(peers)
     from kvjax.bench import bench_report, cold_start, machine, measurements
+    from kvjax.runtime.synthetic import weight_bytes_per_step
 
     check_json(json)
     facts = machine.describe()  # before anything loads the machine
@@ -102,7 +103,7 @@ def bench(
         model=lm.name,
         dtype=lm.params.number_format,
         bandwidth_buffer_bytes=bench.meter.buffer_bytes,
-        weight_bytes_per_step=measurements.weight_bytes_per_step(lm.params, lm.config),
+        weight_bytes_per_step=weight_bytes_per_step(lm.params),
         startup=started,
         peer=None if timed is None else f"{timed.name}, {timed.about}",
     )

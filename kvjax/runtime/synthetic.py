@@ -127,3 +127,9 @@ def run_steps(params: Decoder, state: DecodeState, controls: Controls, steps: in
     start = time.perf_counter()
     state, _ = jax.block_until_ready(ONE_DEVICE.chunk(params, state, controls, steps))
     return state, (time.perf_counter() - start) / steps
+
+
+def weight_bytes_per_step(params: Decoder) -> int:
+    """Bytes of weights a decode step must read: all of them, but of an untied embedding table only a few rows."""
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    return total if params.config.tie_embeddings else total - params.embedding[...].nbytes

@@ -12,7 +12,7 @@ import toys
 from kvjax.bench import bench_report, machine, measurements
 from kvjax.bench.floats_peer import FloatsPeer
 from kvjax.policies import parse
-from kvjax.runtime.synthetic import filled_cache
+from kvjax.runtime.synthetic import filled_cache, weight_bytes_per_step
 
 SMALL = 1 << 20
 
@@ -33,7 +33,7 @@ def test_decode_rows_carry_real_bytes(bench):
     assert full.live_cache_bytes == 128 * token
     assert ring.live_cache_bytes == full.live_cache_bytes // 4
     # Four steps for the peak, then two rounds of four: in the middle of them a row has 134 and 138 tokens.
-    weights = measurements.weight_bytes_per_step(bench.lm.params, config)
+    weights = weight_bytes_per_step(bench.lm.params)
     assert full.step_bytes == weights + 136 * token
     assert ring.step_bytes == weights + ring.live_cache_bytes
     assert full.tokens_per_second == pytest.approx(2 / full.step_seconds)
@@ -66,12 +66,12 @@ def test_prefill_and_long_rows(bench):
 def test_weights_read_in_a_step():
     tied, untied = toys.tiny_model(), toys.tiny_model(tie_embeddings=False)
     size = lambda lm: sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params))  # noqa: E731
-    assert measurements.weight_bytes_per_step(tied.params, tied.config) == size(tied)
+    assert weight_bytes_per_step(tied.params) == size(tied)
     table = untied.params.embedding[...].nbytes
-    assert measurements.weight_bytes_per_step(untied.params, untied.config) == size(untied) - table
+    assert weight_bytes_per_step(untied.params) == size(untied) - table
 
 
-def test_contenders_take_turns():
+def test_candidates_take_turns():
     order = []
 
     def candidate(name):
@@ -131,6 +131,6 @@ def test_quantised_weights_are_timed_in_turn_with_floats():
     assert other.candidate == "floats" and other.speedup_over_peer is None
     assert int8.speedup_over_peer == pytest.approx(measurements.median_ratio(other.rounds, int8.rounds))
     assert other.cache_bytes == filled_cache(floats.config, parse("full"), 2, 32, jnp.float32, new_capacity=64).nbytes
-    assert int8.step_bytes < measurements.weight_bytes_per_step(floats.params, floats.config)
+    assert int8.step_bytes < weight_bytes_per_step(floats.params)
     read, slower = made.prefill(32)
     assert read.speedup_over_peer == pytest.approx(measurements.median_ratio(slower.rounds, read.rounds))

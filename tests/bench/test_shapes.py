@@ -13,6 +13,7 @@ from kvjax.errors import UsageError
 from kvjax.model.decoder import random_decoder
 from kvjax.policies import parse, registry
 from kvjax.policies.base import Policy
+from kvjax.runtime.synthetic import weight_bytes_per_step
 
 TINY = shapes.shapes()["tiny"]
 LLAMA = shapes.shapes()["llama-3.1-8b"]
@@ -56,7 +57,7 @@ def test_every_policy_runs_on_the_share_it_is_given(text):
     (row,) = shapes.measure("tiny", [2], [CONTEXT], [text], dtype="float32", rounds=1, steps=2)
     assert row.tokens_per_second > 0 and row.step_seconds > 0 and not row.note
     token = TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 2 * 4
-    live = row.step_bytes - shapes._weight_bytes(random_decoder(TINY))
+    live = row.step_bytes - weight_bytes_per_step(random_decoder(TINY))
     assert live / (2 * CONTEXT * token) == pytest.approx(LIVE.get(text, 0.125), abs=0.01)
 
 
