@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 from kvjax.errors import KvjaxError
 
@@ -35,23 +36,42 @@ def _command(model: str, policy: str, *extra: str) -> list[str]:
     return [*command, "--max-new-tokens", "16", *extra]
 
 
-def measure_startup(model: str, policy: str, repetitions: int = 3) -> Startup:
+def measure_startup(
+    model: str, policy: str, *, dtype: str | None = None, weights: str | None = None, repetitions: int = 3
+) -> Startup:
     """Run the command line in processes of its own, sharing a compilation cache that starts empty.
+
+    Args:
+      model, policy, dtype, weights: as the command's flags. repetitions: later processes, of which the best counts.
 
     Raises:
       KvjaxError: with the command's own last line when it fails.
     """
+    given = {"--dtype": dtype, "--weights": weights}
+    flags = [word for name, value in given.items() if value is not None for word in (name, value)]
+    command = _command(model, policy, *flags)
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": folder}
+        environment = compiling_into(Path(folder))
         start = time.perf_counter()
-        cold = subprocess.run(_command(model, policy, "--json"), env=environment, capture_output=True, text=True)
+        cold = subprocess.run([*command, "--json"], env=environment, capture_output=True, text=True)
         total = time.perf_counter() - start
-        if cold.returncode:
-            raise KvjaxError(f"The command to time failed: {(cold.stderr.strip().splitlines() or ['no output'])[-1]}")
+        check_ended(cold)
         compiling = json.loads(cold.stdout)["outputs"][0]["stats"]["compile_seconds"]
         # One run brings the streaming command's own programs in, then the best of some counts: disk caches vary.
-        seconds = [_first_output(_command(model, policy), environment) for _ in range(repetitions + 1)]
+        seconds = [_first_output(command, environment) for _ in range(repetitions + 1)]
     return Startup(compiling, total, min(seconds[1:]))
+
+
+def compiling_into(folder: Path) -> dict[str, str]:
+    """The environment of a process that keeps its compiled programs in a folder, whatever this one's says."""
+    own = {name: value for name, value in os.environ.items() if name != "KVJAX_COMPILE_CACHE"}
+    return own | {"JAX_COMPILATION_CACHE_DIR": str(folder)}
+
+
+def check_ended(done: subprocess.CompletedProcess[str]) -> None:
+    """Refuse (KvjaxError, with the command's own last line) to time a command that failed."""
+    if done.returncode:
+        raise KvjaxError(f"The command to time failed: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
 
 
 def _first_output(command: list[str], environment: dict[str, str]) -> float:

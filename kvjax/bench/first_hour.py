@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import random
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.errors import KvjaxError
+from kvjax.bench.cold_start import check_ended, compiling_into
 from kvjax.tables import Column, Report, Table
 
 #: What stands for a document, which with its question has 2,557 tokens, and the questions.
@@ -117,13 +116,11 @@ def measure_seconds(model: str, repetitions: int, say: Callable[[str], None]) ->
 
 def _seconds(command: Sequence[str], programs: Path) -> tuple[float, float | None]:
     """Seconds of a command, and those of compiling where it says so in JSON."""
-    environment = {name: value for name, value in os.environ.items() if name != "KVJAX_COMPILE_CACHE"}
-    environment |= {"JAX_COMPILATION_CACHE_DIR": str(programs)}
+    environment = compiling_into(programs)
     began = time.perf_counter()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SECONDS)
     taken = time.perf_counter() - began
-    if done.returncode:
-        raise KvjaxError(f"The command to time failed: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
+    check_ended(done)
     if "--json" not in command:
         return taken, None
     return taken, json.loads(done.stdout)["outputs"][0]["stats"]["compile_seconds"]

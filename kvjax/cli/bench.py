@@ -91,7 +91,7 @@ def bench(
 
     check_json(json)
     facts = machine.describe()  # before anything loads the machine
-    started = cold_start.measure_startup(model, policies[0]) if startup else None
+    started = cold_start.measure_startup(model, policies[0], dtype=dtype, weights=weights) if startup else None
     lm = first_steps.load(model, dtype, compile_cache=compile_cache, weights=weights)
     sizes = {"batch": batches, "context": contexts, "prefill": prefills}
     with inputs.naming_flags("rounds", "steps", "long_steps", *sizes):

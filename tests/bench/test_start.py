@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
 
-from kvjax.bench import first_hour
+from kvjax.bench import cold_start, first_hour
 from kvjax.errors import KvjaxError
 
 
@@ -40,3 +41,22 @@ def test_seconds_of_compiling_are_those_that_the_command_says(tmp_path):
 def test_a_command_that_fails_is_one_sentence(tmp_path):
     with pytest.raises(KvjaxError, match="failed: no such model"):
         first_hour._seconds([sys.executable, "-c", "import sys; sys.exit('no such model')"], tmp_path)
+
+
+def test_starting_is_of_the_weights_that_are_asked_for_and_of_a_cache_of_programs(monkeypatch):
+    asked = []
+
+    def run(command, env, **_):
+        asked.append((command, env))
+        said = '{"outputs": [{"stats": {"compile_seconds": 1.5}}]}'
+        return subprocess.CompletedProcess(command, 0, said, "")
+
+    monkeypatch.setenv("KVJAX_COMPILE_CACHE", "0")
+    monkeypatch.setattr(cold_start.subprocess, "run", run)
+    monkeypatch.setattr(cold_start, "_first_output", lambda command, env: asked.append((command, env)) or 2.5)
+    found = cold_start.measure_startup("some-model", "full", dtype="bfloat16", weights="int8", repetitions=1)
+    assert (found.cold_compile, found.second_first_token) == (1.5, 2.5) and len(asked) == 3
+    for command, env in asked:
+        assert command[command.index("--weights") + 1] == "int8"
+        assert command[command.index("--dtype") + 1] == "bfloat16"
+        assert "KVJAX_COMPILE_CACHE" not in env and env["JAX_COMPILATION_CACHE_DIR"]
