@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -211,4 +212,6 @@ def report(measured: Sequence[Measured], found: EngineReport, facts: str) -> Rep
     ]
     own = found.report()
     data = [dataclasses.asdict(one) | {"tokens_per_second": one.tokens_per_second} for one in measured]
+    for one in data:  # JSON has no NaN
+        one["ideal_seconds"] = None if math.isnan(one["ideal_seconds"]) else one["ideal_seconds"]
     return Report([facts, Table(columns, measured), *own.parts], {"measured": data, "engine": found.data()})

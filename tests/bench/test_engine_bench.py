@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvjax.bench import engine
+from kvjax.documents import parse_json
 from kvjax.engine.core import EngineCore
 from kvjax.engine.simulate import Arrival
 from kvjax.errors import UsageError
@@ -34,5 +35,7 @@ def test_a_step_is_timed_by_an_idle_engine_before_and_after(tiny_model):
     (row,) = rows
     assert row.tokens == TOKENS and row.seconds > 0 and row.ideal_seconds != row.ideal_seconds, "nothing was read apart"
     assert found.generated_tokens == TOKENS and found.requests == len(TRACE)
+    saved = parse_json(engine.report(rows, found, "facts").json())
+    assert saved["measured"][0]["ideal_seconds"] is None
     with pytest.raises(UsageError, match="this model's context is"):
         engine.measure(tiny_model, Full(), [Arrival(0.0, 10, 10**6)], slots=2)
