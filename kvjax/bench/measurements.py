@@ -50,7 +50,7 @@ class Peer(Protocol):
         ...
 
     def prefill_seconds(self, tokens: np.ndarray) -> float:
-        """Seconds until the first next token of a prompt, [B, T] ids."""
+        """Seconds until the first next token of a prompt, [B, T] ids; compilation apart."""
         ...
 
     def nbytes(self, cache: Any) -> int:

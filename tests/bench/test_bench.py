@@ -12,6 +12,7 @@ import toys
 from kvjax.bench import bench_report, machine, measurements
 from kvjax.bench.floats_peer import FloatsPeer
 from kvjax.policies import parse
+from kvjax.runtime.compilation import compile_clock
 from kvjax.runtime.synthetic import filled_cache, weight_bytes_per_step
 
 SMALL = 1 << 20
@@ -134,3 +135,12 @@ def test_quantised_weights_are_timed_in_turn_with_floats():
     assert int8.step_bytes < weight_bytes_per_step(floats.params)
     read, slower = made.prefill(32)
     assert read.speedup_over_peer == pytest.approx(measurements.median_ratio(slower.rounds, read.rounds))
+
+
+def test_floats_are_read_without_what_is_compiled_for_them():
+    """The decode table's prefill is one reading, and the first: the quantised model's leaves compilation out too."""
+    peer = FloatsPeer(toys.tiny_model(), steps=2, room=64)
+    jax.clear_caches()
+    with compile_clock() as clock:
+        seconds = [peer.prefill_seconds(jnp.zeros((1, 8), int)), clock.seconds]
+    assert 0 < seconds[0] < seconds[1], "a toy is read in less time than its programs are compiled"
