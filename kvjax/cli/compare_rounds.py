@@ -60,6 +60,7 @@ def compare_rounds(
     Which rounds each strategy selects, agreement with the full cache, device bytes and time a turn go to one table.
     Answers are saved after every dialogue; the same command resumes after Ctrl-C.
     """
+    from kvjax.checkpoints.digest import weights_digest
     from kvjax.checks import whole_number
     from kvjax.eval.dialogues import history_capacity
     from kvjax.eval.entries import split_policies
@@ -82,8 +83,10 @@ def compare_rounds(
     lm = first_steps.load(model, dtype, compile_cache=compile_cache, weights=weights)
     asked = _dialogues(lm, dialogues, most, tokens, counts)
     room = history_capacity(lm, tokens)
-    digest = file_digest(dialogues)
-    settings = Settings(lm.name, lm.params.number_format, dialogues.name, room, max_new_tokens, repeats, digest)
+    settings = Settings(
+        lm.name, lm.params.number_format, dialogues.name, room, max_new_tokens, repeats, file_digest(dialogues),
+        weights_digest(lm.params),
+    )  # fmt: skip
     return _compare(lm, names, asked, settings, out, picture, markdown)
 
 

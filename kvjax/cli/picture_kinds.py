@@ -138,11 +138,13 @@ class LongGeneration:
         import hashlib
         import json
 
+        from kvjax.checkpoints.digest import weights_digest
         from kvjax.eval import long_generation
 
         ids = long_generation.answer_ids(lm, self.text, 2000 if self.tokens is None else self.tokens, self.seed)
         digest = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
-        settings = long_generation.Settings(lm.name, lm.params.number_format, self.slots, digest)
+        own = weights_digest(lm.params)
+        settings = long_generation.Settings(lm.name, lm.params.number_format, self.slots, digest, own)
         rows = long_generation.measure(lm, ids, settings, out.with_suffix(".json"), _say, self.policies)
         _save(out, long_generation.long_generation_figure(rows, settings))
         long_generation.report(rows).print()
@@ -165,13 +167,16 @@ class StudyPicture:
 
     def draw(self, lm: LanguageModel, out: Path) -> int:
         from kvjax.bench import machine
+        from kvjax.checkpoints.digest import weights_digest
         from kvjax.eval import results
         from kvjax.eval.compare import Comparison
         from kvjax.eval.comparison_report import report
         from kvjax.eval.studies import STUDIES, study_figure
         from kvjax.files import write_atomically
 
-        settings = dataclasses.replace(self.settings, model=lm.name, dtype=lm.params.number_format)
+        settings = dataclasses.replace(
+            self.settings, model=lm.name, dtype=lm.params.number_format, parameters=weights_digest(lm.params)
+        )
         numbers, facts = out.with_suffix(".json"), machine.describe()
 
         def save(rows) -> None:

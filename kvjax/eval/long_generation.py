@@ -45,12 +45,17 @@ class Losses:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The model, its number format, slots a head, and a digest of the answer's ids: what a picture's losses share."""
+    """The model, its number format, slots a head, and a digest of the answer's ids: what a picture's losses share.
+
+    Attributes:
+      parameters: a digest of the weights; empty in files of earlier versions.
+    """
 
     model: str
     dtype: str
     slots: int
     digest: str
+    parameters: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,13 +150,13 @@ def _saved(path: Path, settings: Settings) -> list[Losses]:
         raise KvjaxError(f"{path} cannot be read: {error.strerror}.") from error
     except NotADocument as error:
         raise UsageError(f"{path} holds no losses of a long answer; choose another --out ({error}).") from error
-    if saved.settings != settings:
-        old, new = dataclasses.asdict(saved.settings), dataclasses.asdict(settings)
-        name = next(name for name in new if old[name] != new[name])
-        what = f"with {name} {quoted(old[name])}, and {quoted(new[name])} is asked for"
-        raise UsageError(
-            f"{path} holds losses {'of another text' if name == 'digest' else what}; choose another --out."
-        )
+    old, new = dataclasses.asdict(saved.settings), dataclasses.asdict(settings)
+    old["parameters"] = old["parameters"] or settings.parameters
+    for name in new:
+        if old[name] != new[name]:
+            with_other = f"with {name} {quoted(old[name])}, and {quoted(new[name])} is asked for"
+            what = {"digest": "of another text", "parameters": "of other weights"}.get(name, with_other)
+            raise UsageError(f"{path} holds losses {what}; choose another --out.")
     return list(saved.rows)
 
 

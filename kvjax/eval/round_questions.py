@@ -121,7 +121,8 @@ class Settings:
     """The settings that make answers comparable: an earlier run with others is not continued.
 
     Attributes:
-      dialogues: the name of the file. digest: of its bytes, which runs of earlier versions did not keep.
+      dialogues: the name of the file. digest: of its bytes. parameters: a digest of the weights. Runs of earlier
+        versions did not keep either.
     """
 
     model: str
@@ -131,6 +132,7 @@ class Settings:
     max_new_tokens: int
     repeats: int
     digest: str = ""
+    parameters: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,12 +289,12 @@ def _renamed(value: Any) -> Any:
 
 
 def _check_settings(path: Path, found: Any, settings: Settings) -> None:
-    """Refuse (UsageError) an earlier run of other settings; of its file it may not have kept a digest."""
-    held = {"digest": settings.digest, **(found if isinstance(found, dict) else {})}
+    """Refuse (UsageError) an earlier run of other settings; it may not have kept digests."""
+    held = {"digest": settings.digest, "parameters": settings.parameters, **(found if isinstance(found, dict) else {})}
     for name, value in dataclasses.asdict(settings).items():
         if not same(held.get(name), value):
-            old = f"{name} {quoted(held.get(name))}, and {quoted(value)} is asked for"
-            what = "of another file of dialogues" if name == "digest" else f"with {old}"
+            other = f"with {name} {quoted(held.get(name))}, and {quoted(value)} is asked for"
+            what = {"digest": "of another file of dialogues", "parameters": "of other weights"}.get(name, other)
             raise UsageError(f"{path} holds answers {what}; choose another --out.")
 
 

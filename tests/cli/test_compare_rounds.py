@@ -9,6 +9,7 @@ import pytest
 import toys
 
 import kvjax
+from kvjax.checkpoints.digest import weights_digest
 from kvjax.eval.round_questions import Settings, read_answers
 
 
@@ -33,7 +34,9 @@ def test_another_file_of_the_same_name_is_not_continued(tmp_path):
     assert read_answers(tmp_path / "answers.json", settings) == []
     with pytest.raises(kvjax.KvjaxError, match="holds answers of another file of dialogues; choose another --out"):
         read_answers(tmp_path / "answers.json", dataclasses.replace(settings, digest="def"))
-    del saved["settings"]["digest"]  # as an earlier version wrote it
+    with pytest.raises(kvjax.KvjaxError, match="holds answers of other weights; choose another --out"):
+        read_answers(tmp_path / "answers.json", dataclasses.replace(settings, parameters="def"))
+    del saved["settings"]["digest"], saved["settings"]["parameters"]  # as an earlier version wrote it
     (tmp_path / "answers.json").write_text(json.dumps(saved))
     assert read_answers(tmp_path / "answers.json", settings) == []
 
@@ -48,6 +51,7 @@ def test_the_files_bytes_are_among_the_settings(cli, tmp_path, four_layers, monk
         data = told(tmp_path / folder / "topics.jsonl", topics)
         assert cli("compare-rounds", "--dialogues", str(data), "--out", str(tmp_path / "out")).code == 0
     one, other = found
+    assert one.parameters == weights_digest(four_layers.params)
     assert one.digest != other.digest and dataclasses.replace(one, digest=other.digest) == other
 
 

@@ -6,12 +6,15 @@ import json
 import re
 
 import pytest
+import toys
 
+import kvjax
 from kvjax.eval.compare import Comparison
 from kvjax.eval.long_generation import EVICTING, worked_solution
 from kvjax.eval.long_generation import policies as slot_policies
 from kvjax.eval.results import AFTER, IN_VIEW, Row, Scored
 from kvjax.figures import new_figure
+from kvjax.output import Score
 from kvjax.policies import LagKV, parse
 
 
@@ -146,6 +149,27 @@ def test_a_long_answer_under_policies_that_evict(cli, tmp_path, policies):
     ):
         refused = cli(*command, *options)
         assert refused.code == 2 and says in refused.sentence, refused.sentence
+
+
+def test_numbers_of_other_weights_are_not_taken_for_the_models(cli, tmp_path, monkeypatch):
+    """A model that was trained on has the name and the shape that it had."""
+    studied = ("picture", "slimkv-scores", "--out", str(tmp_path / "scores.png"), "--length", "300")
+    long = ("picture", "long-generation", "--out", str(tmp_path / "long.png"), "--tokens", "20", "--slots", "90")
+    groups = tuple(Scored(mode, "t", (1.0,), (1,)) for mode in (AFTER, IN_VIEW))
+
+    def run(self, entries, lengths):
+        self.rows = [Row(lengths[0], one.name, one.retained, answers=groups) for one in entries]
+        self._save(self.rows)
+
+    monkeypatch.setattr(Comparison, "run", run)
+    scores = [Score((1, 2), (-0.5, -0.5), (1, 2))]
+    monkeypatch.setattr("kvjax.eval.long_generation.score", lambda *_, **__: scores[0])
+    for command in (studied, long):
+        assert cli(*command).code == 0 and cli(*command).code == 0
+    monkeypatch.setattr(kvjax, "load", lambda *_, **__: toys.tiny_model(seed=9))
+    for command in (studied, long):
+        refused = cli(*command)
+        assert refused.code == 2 and ("parameters" in refused.sentence or "of other weights" in refused.sentence)
 
 
 def test_numbers_of_a_worked_solution_are_right_and_come_back():

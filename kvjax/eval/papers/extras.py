@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.calibrate.curve import kl_curve
+from kvjax.checkpoints.digest import weights_digest
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.documents import NotADocument, parse_json
 from kvjax.errors import KvjaxError
@@ -43,6 +44,7 @@ def positions(lm: LanguageModel, folder: Path, quick: bool, say: Callable[[str],
     numbers, image = folder / "positions.json", folder / _POSITIONS
     tokens = 300 if quick else 700
     asked = {"model": lm.name, "numbers": lm.params.number_format, "tokens": tokens}
+    asked |= {"weights": weights_digest(lm.params)}
     held = _read(numbers)
     if held is None or held.get("asked") != asked or not _are_numbers(held.get("mean position")) or not image.is_file():
         ids, found = lm.tokenizer.encode(documentation())[:tokens], []
@@ -128,7 +130,8 @@ def rounds(
     labels = round_attention.QUICK if quick else tuple(round_attention.POLICIES)
     names = [round_attention.POLICIES[label] for label in labels]
     room = min(1024 if quick else 3000, history_capacity(lm, None))
-    settings = Settings(lm.name, lm.params.number_format, path.name, room, 4 if quick else 12, 1, file_digest(path))
+    numbers, digests = lm.params.number_format, (file_digest(path), weights_digest(lm.params))
+    settings = Settings(lm.name, numbers, path.name, room, 4 if quick else 12, 1, *digests)
     out = folder / "rounds"
 
     def save(answers: Sequence[Answer]) -> None:
