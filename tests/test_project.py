@@ -83,6 +83,14 @@ def test_programs_that_pages_run_exist():
         assert path.exists() or (path.with_suffix("") / "__main__.py").exists(), name
 
 
+def test_modules_that_docstrings_name_exist():
+    """A module that was renamed keeps no old name in the words of others: those of its room say its name alone."""
+    for path in (path for room in ("kvjax", "pallas_kernels") for path in (ROOT / room).rglob("*.py")):
+        for name in re.findall(r"``([\w/]+\.py)``", path.read_text(encoding="utf-8")):
+            above = (ROOT, ROOT / "kvjax") if "/" in name else path.parents[:2]
+            assert any((folder / name).exists() for folder in above), f"{path.relative_to(ROOT)}: {name}"
+
+
 def test_ci_runs_the_readme_command():
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     (extract,) = re.findall(r"command=\$\((.*)\)\n", script)

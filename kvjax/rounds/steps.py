@@ -1,7 +1,7 @@
 """The steps of a turn: read the lower layers, place the selected rounds, read the upper layers, copy the new round out.
 
-Pure functions of arrays, which ``programs.py`` compiles for one device or for a mesh, where a device has some of the
-heads, or some of their slots. Static are buckets of lengths, never a row's own: a turn in the same buckets compiles
+Pure functions of arrays, which ``round_programs.py`` compiles for one device or for a mesh, where a device has some of
+the heads, or some of their slots. Static are buckets of lengths, never a row's own: a turn in the same buckets compiles
 nothing. The layers above the watershed are attended to as dense keys and values while the question is read; only the
 result is packed into pages.
 """

@@ -46,7 +46,7 @@ def compress_together(
     """The pool of all layers with what the policy keeps of their slots and their new tokens, in ``pages``.
 
     Args:
-      configs, numbers: of the layers, as the policy counts them (``alike.py``).
+      configs, numbers: of the layers, as the policy counts them (``alike_layers.py``).
       views: their slots in order. dense, signals: what each has read.
     """
     how: dict[str, Any] = {"pages": pages, "fresh": fresh}

@@ -100,7 +100,7 @@ def read_then_choose(
     collector: SignalCollector | None,
     work: Int[Array, " B"],
 ) -> tuple[tuple[Any, ...], Float[Array, "B T M"]]:
-    """:func:`through_layers` of a policy that chooses at the end; of prompts repeated see ``repetition.py``."""
+    """:func:`through_layers` of a policy that chooses at the end; of prompts repeated see ``kvzip_passes.py``."""
     policy, caches = cache.policy, cache.by_layer()
     asked = policy.signals.repeat
     chunk, zero = (seen, count, work, total), jnp.int32(0)
