@@ -94,7 +94,7 @@ def picture(
     policies: Annotated[
         str | None,
         typer.Option(
-            "--policies", help="For long-generation: such as 'ahakv:recent=256;h2o'; by default six that evict."
+            "--policies", help="For long-generation: such as 'ahakv:recent=256;h2o'; by default those that evict."
         ),
     ] = None,
     slots: Annotated[int, typer.Option("--slots", help="For long-generation: tokens that each head holds.")] = 512,
