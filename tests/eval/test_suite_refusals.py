@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
-from kvjax.errors import UsageError
+from kvjax.errors import KvjaxError, UsageError
+from kvjax.eval.suites import text_metrics
 from kvjax.eval.suites.data import DataFolder
 from kvjax.eval.suites.registry import SUITES, asked_of
 from kvjax.eval.suites.ruler_suite import WITHOUT_DATA
@@ -38,6 +40,20 @@ BROKEN = {
     "ruler/squad.json": (b"[]", "ruler", "no file of SQuAD 2.0 questions"),
     "ruler/hotpotqa.json": (b"[]", "ruler", "holds no questions"),
 }
+
+
+def test_chinese_words_are_needed_by_metrics_of_words_alone(tmp_path, monkeypatch):
+    (tmp_path / "longbench").mkdir()
+    for task in ("passage_retrieval_zh", "dureader"):
+        row = {"input": "a", "context": "b", "answers": ["段落3"]}
+        (tmp_path / "longbench" / f"{task}.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.setitem(sys.modules, "jieba", None)
+    monkeypatch.setattr(text_metrics, "_jieba", text_metrics._jieba.__wrapped__)
+    asked_of(SUITES["longbench"], DataFolder(tmp_path), tasks=("passage_retrieval_zh",))
+    with pytest.raises(KvjaxError, match="the package jieba"):
+        asked_of(SUITES["longbench"], DataFolder(tmp_path), tasks=("passage_retrieval_zh", "dureader"))
+
+
 _SQUAD = '{"data": [{"paragraphs": [{"context": CONTEXT, "qas": [ASKED, ASKED]}]}]}'
 _ASKED = '{"question": QUESTION, "is_impossible": false, "answers": ANSWERS}'
 

@@ -89,7 +89,7 @@ def _rows(data: DataFolder, task: str) -> tuple[list[tuple[tuple[str, str], Row 
 
 
 def _check(data: DataFolder, asked: Asked) -> None:
-    if any(task.endswith("_zh") or task in ("dureader", "vcsum") for task in asked.tasks):
+    if any(TASKS[task].metric.endswith(" zh") for task in asked.tasks):
         need_chinese()
     for task in asked.tasks:
         _read(data, task)
