@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
+import tokenizers
 import toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax.errors import UsageError
 from kvjax.eval.needle_prompts import template_tokens
-from kvjax.eval.suites.item import Item
+from kvjax.eval.suites.data import DataFolder
+from kvjax.eval.suites.item import Asked, Item
 from kvjax.eval.suites.prompts import cut_middle, prepare, room_of
+from kvjax.eval.suites.registry import SUITES
 from kvjax.text.gguf_tokenizer import tokenizer_from_gguf
+from kvjax.text.tokenizer import Tokenizer
 
 
 @given(st.text("ab .", max_size=300), st.text("xy?", min_size=1, max_size=60), st.integers(16, 200))
@@ -96,3 +101,22 @@ def test_a_token_that_the_cut_to_the_question_parts_is_counted(monkeypatch):
         first, second = cut_middle(lm, context, question, room)
         assert second == question and room - 3 <= len(encode(first)) + len(encode(second)) <= room
     assert cut_middle(lm, context, question, whole + 1) == (context, question)
+
+
+@pytest.mark.parametrize(("suite", "meets"), [("ruler", "\nW"), ("passkey", " \n")])
+def test_a_prompt_that_fills_the_context_fits_when_it_is_read_in_two_parts(suite, meets, tmp_path, monkeypatch):
+    """A line end that is one token with the question's first letter is two where the context is read first."""
+    (tmp_path / "paulgraham").mkdir()
+    (tmp_path / "paulgraham" / "PaulGrahamEssays.json").write_text(json.dumps({"text": "It is so. " * 200}))
+    lm = toys.tiny_model()
+    plain = Tokenizer(tokenizers.Tokenizer.from_str(lm.tokenizer.to_json()))
+    bytes_of = plain.encode
+    monkeypatch.setattr(plain, "encode", lambda text: bytes_of(text.replace(meets, "\t")))
+    asked = Asked(("niah_single_1",) if suite == "ruler" else ("passkey",), limit=1, seed=0, quick=True)
+    spare = set()
+    for most in range(1390, 1404):
+        config = dataclasses.replace(lm.config, max_position=most)
+        model = dataclasses.replace(lm, config=config, tokenizer=plain)
+        items = SUITES[suite].items(model, DataFolder(tmp_path), dataclasses.replace(asked, length=most))
+        spare.add(most - max(prepare(model, item).tokens + item.max_new_tokens for item in items))
+    assert min(spare) < 4

@@ -12,6 +12,7 @@ from kvjax.eval.suites.data import DataFolder
 from kvjax.eval.suites.essays import cycled, essay_text, need_essays
 from kvjax.eval.suites.haystack_size import largest
 from kvjax.eval.suites.item import Asked, Item, Suite
+from kvjax.eval.suites.prompts import tokens_of
 
 MAX_NEW_TOKENS = 256
 DIGITS = 64
@@ -74,7 +75,9 @@ def _items(lm: LanguageModel, data: DataFolder, asked: Asked) -> list[Item]:
 
     def fits(items: list[Item]) -> bool:
         longest = [one for one in items if one.cell and one.cell[0] == most]
-        return all(len(lm.tokenizer.encode(one.context + one.question)) <= room for one in longest)
+        if any(len(lm.tokenizer.encode(one.context + one.question)) > room for one in longest):
+            return False
+        return all(tokens_of(lm, one) <= lm.config.max_position for one in longest)  # as they are read, in two parts
 
     most = largest(tokens, room, 16, LONGEST)
     while most >= 16:

@@ -12,6 +12,7 @@ from kvjax.eval.suites.data import DataFolder
 from kvjax.eval.suites.essays import essay_text, need_essays
 from kvjax.eval.suites.item import Asked, Item, Suite
 from kvjax.eval.suites.needles import ESSAY_TASKS, needle_samples
+from kvjax.eval.suites.prompts import tokens_of
 
 TASKS = (
     "niah_single_1",
@@ -31,6 +32,8 @@ TASKS = (
 #: Tasks that are drawn from nothing but random numbers and lists of words.
 WITHOUT_DATA = tuple(task for task in TASKS if task not in ESSAY_TASKS and task not in documents_qa.PLACES)
 _TOKENS = {"vt": tracking.MAX_NEW_TOKENS, "cwe": word_lists.COMMON_TOKENS, "fwe": word_lists.FREQUENT_TOKENS}
+#: Tokens at most that a prompt takes more where its context and its question are read apart, as they are here.
+_APART = 4
 _INSTEAD = f", or choose tasks that need none: --tasks {','.join(WITHOUT_DATA)}"
 
 
@@ -51,25 +54,33 @@ def _task_items(lm: LanguageModel, data: DataFolder, asked: Asked, task: str) ->
     if asked.length is None or asked.limit is None:
         raise UsageError("ruler draws its samples; give --length and --limit.")
     whole_number("--limit", asked.limit, 1)
-    metric = "string_match_part" if task in documents_qa.PLACES else "string_match_all"
-    reserved = documents_qa.MAX_NEW_TOKENS if task in documents_qa.PLACES else _TOKENS.get(task, 128)
-    return [
-        Item(
-            id=f"{task}/{sample.index}",
-            task=task,
-            context=sample.context,
-            question=sample.question,
-            answer_prefix=sample.answer_prefix,
-            answers=sample.outputs,
-            metric=metric,
-            max_new_tokens=reserved,
-        )
-        for sample in _samples(lm, data, task, asked.length, asked.limit, asked.seed)
-    ]
+    most, found = lm.config.max_position, list[Item]()
+    for spare in range(_APART + 1):
+        samples = _samples(lm, data, task, asked.length, asked.limit, asked.seed, template_tokens(lm) + spare)
+        found = [_item(task, sample) for sample in samples]
+        if asked.length <= most - _APART or all(tokens_of(lm, item) <= most for item in found):
+            break
+    return found
 
 
-def _samples(lm: LanguageModel, data: DataFolder, task: str, length: int, limit: int, seed: int) -> list[Sample]:
-    tokenizer, template = lm.tokenizer, template_tokens(lm)
+def _item(task: str, sample: Sample) -> Item:
+    of_documents = task in documents_qa.PLACES
+    return Item(
+        id=f"{task}/{sample.index}",
+        task=task,
+        context=sample.context,
+        question=sample.question,
+        answer_prefix=sample.answer_prefix,
+        answers=sample.outputs,
+        metric="string_match_part" if of_documents else "string_match_all",
+        max_new_tokens=documents_qa.MAX_NEW_TOKENS if of_documents else _TOKENS.get(task, 128),
+    )
+
+
+def _samples(
+    lm: LanguageModel, data: DataFolder, task: str, length: int, limit: int, seed: int, template: int
+) -> list[Sample]:
+    tokenizer = lm.tokenizer
     if task == "vt":
         return tracking.tracking_samples(tokenizer, length, limit, seed, template)
     if task == "cwe":
