@@ -13,11 +13,11 @@ SETTINGS = Settings("toy", "float32", "file.jsonl", 100, 4, 2)
 def answer(policy: str, rounds: int, seconds: tuple[float, ...], full: tuple[float, ...], **changes) -> Answer:
     values = dict(
         dialogue=f"of {rounds}", kind="", asked=0, policy=policy, rounds=rounds, selected=(0,), gold=(0,),
-        tokens=(1, 2), agrees=2, right=None, used=10 * rounds, seen=1000, live_bytes=1, full_bytes=2, host_bytes=0,
+        tokens=(1, 2), right=None, used=10 * rounds, seen=1000, live_bytes=1, full_bytes=2, host_bytes=0,
         moved_bytes=0, seconds=seconds, full_seconds=full,
     )  # fmt: skip
     values |= changes
-    return Answer(**(values | {"agrees": len(values["tokens"])}))
+    return Answer(**({"agrees": len(values["tokens"])} | values))
 
 
 def both(rounds: int, seconds: tuple[float, ...], full: tuple[float, ...], **changes) -> list[Answer]:
@@ -35,6 +35,8 @@ def test_a_turns_time_is_the_median_of_ratios_side_by_side():
     full, one = report.summary(answers)
     assert full["turn"] == 1.0 and one["turn"] == pytest.approx(1.25)
     assert report.table(answers).cells[1][-1] == "1.25"
+    slow = both(90, (9.0,), (1.0,))
+    assert report.summary(answers + slow)[1]["turn"] == 2.0, "one slow question is not all of them"
     assert "(2 of 3)" in report.footnote(SETTINGS, answers, {"versions": {}, "processor": "", "cores": 2, "date": ""})
 
 
@@ -48,6 +50,15 @@ def test_the_footnote_counts_the_questions_of_the_table():
 def test_no_time_without_an_answer_of_equal_length():
     (_, one) = report.summary(both(5, (0.5,), (1.0,), tokens=(1,)))
     assert one["turn"] is None
+
+
+def test_agreement_is_of_each_answers_own_tokens():
+    """Half of four tokens, none of two, and an answer without any, which agrees in its first."""
+    answers = both(3, (0.5,), (1.0,), tokens=(1, 2, 3, 4), agrees=2)
+    answers += both(6, (0.5,), (1.0,), agrees=0) + both(9, (0.5,), (1.0,), tokens=())
+    _, one = report.summary(answers)
+    assert one["tokens agree"] == pytest.approx((0.5 + 0 + 0) / 3)
+    assert one["first token"] == pytest.approx(2 / 3)
 
 
 def test_classes_are_the_papers():

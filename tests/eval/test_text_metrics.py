@@ -119,6 +119,7 @@ def test_options(answer, letter):
 def test_strings_all_and_any():
     assert score("It is ONE,\ttwo", item("string_match_all", "one", "two", "three")) == pytest.approx(2 / 3)
     assert score("It is ONE", item("string_match_part", "three", "one")) == 1
+    assert score("It is one", item("string_match_part", "THREE", "One")) == 1
     assert score("It is", item("string_match_part", "three", "one")) == 0
 
 
