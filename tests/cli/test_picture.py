@@ -33,10 +33,6 @@ def test_positions_of_a_text(cli, tmp_path):
     assert (tmp_path / "kept.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_help_counts_the_policies_of_long_generation(cli):
-    assert len(EVICTING) == 6 and "by default six that evict" in re.sub(r"\s+", " ", cli("picture", "--help").out)
-
-
 def test_a_study_goes_on_where_it_was_left(cli, tmp_path, monkeypatch):
     asked = []
 
