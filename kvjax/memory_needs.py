@@ -14,6 +14,7 @@ from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import abstract_decoder
 from kvjax.policies import Policy
 from kvjax.policies.empty_cache import empty_cache
+from kvjax.runtime.alike_layers import compiles_faster_by_layers
 from kvjax.runtime.prefill_peak import prefill_peak_bytes
 from kvjax.runtime.share_context import copied_bytes, shared_bytes
 from kvjax.sharding.compile import device_of
@@ -87,11 +88,21 @@ def weights_bytes(config: ModelConfig, dtype: Any, mesh: Mesh | None = None) -> 
     return nbytes(abstract) if mesh is None else device_weights_bytes(abstract, mesh)
 
 
-def prefill_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: int, dtype: Any, mesh: Mesh | None) -> int:
-    """Temporary bytes of prefill, on each device."""
+def prefill_bytes(
+    config: ModelConfig,
+    policy: Policy,
+    batch: int,
+    prompt: int,
+    dtype: Any,
+    mesh: Mesh | None,
+    *,
+    in_one: bool = False,
+) -> int:
+    """Temporary bytes of prefill, on each device; ``in_one`` program where it might be layer by layer."""
     inner = config.mlp_channels
     if mesh is None:
-        return prefill_peak_bytes(config, policy, batch, prompt, dtype, inner)
+        by_layers = not in_one and compiles_faster_by_layers(policy, config)
+        return prefill_peak_bytes(config, policy, batch, prompt, dtype, inner, by_layers=by_layers)
     inner = inner // mesh.model if splits(mesh, config).mlp else inner
     rows, own = mesh.rows(batch) // mesh.data, Partition(mesh, config, policy).local_config
     return prefill_peak_bytes(own, policy, rows, prompt, dtype, inner)

@@ -30,10 +30,10 @@ from kvjax.request import Request
 from kvjax.rounds.stats import RoundStats
 from kvjax.rounds.strategy import RoundStrategy
 from kvjax.runtime import prefill_speed
+from kvjax.runtime.alike_layers import compiles_faster_by_layers
 from kvjax.runtime.compilation import CompileClock, compile_clock
 from kvjax.runtime.decode import CHUNK, REASONS, RUNNING, DecodeState
 from kvjax.runtime.prefill_batches import Note, TokenStrategy
-from kvjax.runtime.prefill_by_layers import compiles_faster_by_layers
 from kvjax.text.detokenizer import text_of
 from kvjax.waiting import ready
 
@@ -190,7 +190,7 @@ class Session:
         if request.cache is not None or several or policy.offloads_rounds or request.options.max_new_tokens == 0:
             return
         onto = request_bucket(len(request.prompts[0])) if request.context else None
-        by_layers = compiles_faster_by_layers(policy, request.lm.params, request.lm.mesh)
+        by_layers = compiles_faster_by_layers(policy, request.lm.config, request.lm.mesh)
         if by_layers or policy.chunks(request.lm.config) is not None or request.prompt_logprobs:
             onto = None  # layers take little time to compile, chunks have sizes of their own, and scores a program
         self.programs.compile_ahead(

@@ -130,7 +130,11 @@ class _Slots:
         groups = {bucket: data * read_together(bucket, rows // data) for bucket in buckets(self.capacity)}
         cache = {n: self._cache_bytes(n) for n in {data, rows, *groups.values()}}
         short, *longer = (groups[bucket] for bucket in sorted(groups))
-        reading = max(prefill_bytes(config, self.policy, n, bucket, dtype, mesh) for bucket, n in groups.items())
+        # A request may ask for its prompt's log-probabilities, which one program of all layers gives.
+        needs = (
+            prefill_bytes(config, self.policy, n, bucket, dtype, mesh, in_one=True) for bucket, n in groups.items()
+        )
+        reading = max(needs)
         if context is not None and self._allocation(rows).own_capacity is not None:
             reading += shared_copy_bytes(config, self.policy, prompt_bucket(context.shared), dtype, self.storage, mesh)
         moving = cache[rows] // 2 + 1 if self._moves else 0

@@ -15,8 +15,8 @@ from kvjax.engine.row import Row
 from kvjax.engine.schedule import Group
 from kvjax.policies import Policy
 from kvjax.request import Request
+from kvjax.runtime.alike_layers import can_stop_between_layers
 from kvjax.runtime.prefill_batches import PADDING_PROMPT, Reading, reading
-from kvjax.runtime.prefill_by_layers import can_stop_between_layers
 from kvjax.runtime.programs import Programs
 from kvjax.runtime.token_logprobs import next_logprobs
 
@@ -43,7 +43,7 @@ class Prefill:
     ):
         self._params, self._sizes, self._programs, self._kinds = lm.params, sizes, programs, kinds
         self._common = common
-        self._by_layers = can_stop_between_layers(policy, lm.params, lm.mesh)
+        self._by_layers = can_stop_between_layers(policy, lm.config, lm.mesh)
         self._contexts: OrderedDict[Any, Cache] = OrderedDict()
 
     def forget(self) -> None:

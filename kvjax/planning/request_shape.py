@@ -179,7 +179,7 @@ class RequestShape:
         if size.own_capacity is None:
             alone = cache_bytes(config, held, size.rows, size.prompt_capacity, new_capacity, dtype, storage)
             cache = cache_bytes(config, held, size.rows, size.prompt_capacity, new_capacity, dtype, storage, mesh)
-            peak = prefill_bytes(config, policy, size.rows, self.whole, dtype, mesh)
+            peak = prefill_bytes(config, policy, size.rows, self.whole, dtype, mesh, in_one=self.scored)
             return _Bytes(
                 cache=cache,
                 alone=alone,
@@ -192,12 +192,12 @@ class RequestShape:
         own, shared = shared_context_bytes(config, policy, *shape, mesh)
         needed, shared_needed = shared_context_bytes(config, policy, *least_shape, mesh)
         # The context is read by itself, and then attended to from rows of one layer of it at a time.
-        read = prefill_bytes(config, policy, 1, self.context, dtype, mesh)
+        read = prefill_bytes(config, policy, 1, self.context, dtype, mesh, in_one=self.scored)
         if policy.chosen_once:  # of what was chosen it is a copy
             read = max(read, cache_bytes(config, chooser_of(policy), 1, bucket, NEW_TOKENS, dtype, storage, mesh))
         if self.held_context is not None:
             shared, shared_needed, read = self.held_context, self.held_context, 0
-        of_prompts = prefill_bytes(config, policy, size.rows, self.prompt, dtype, mesh)
+        of_prompts = prefill_bytes(config, policy, size.rows, self.prompt, dtype, mesh, in_one=self.scored)
         of_prompts += shared_copy_bytes(config, policy, bucket, dtype, storage, mesh)
         alone = sum(shared_context_bytes(config, policy, *shape))
         return _Bytes(own + shared, alone, needed + shared_needed, max(read, of_prompts), shared)

@@ -16,8 +16,9 @@ from kvjax.rounds.conversation import Conversation
 from kvjax.rounds.round_programs import RoundPrograms
 from kvjax.rounds.stats import RoundStats
 from kvjax.rounds.turn import PendingTurn, read_question
+from kvjax.runtime.alike_layers import compiles_faster_by_layers
 from kvjax.runtime.prefill_batches import Note, spread
-from kvjax.runtime.prefill_by_layers import compiles_faster_by_layers, program_names
+from kvjax.runtime.prefill_by_layers import program_names
 
 
 class RoundStrategy:
@@ -87,7 +88,7 @@ def _programs_of(request: Any) -> RoundPrograms:
 def _reading_first(request: Any, params: Decoder) -> list[str]:
     """Names of the programs that read a first question."""
     split = SplitCache(request.policy.layers_below(params.config))
-    if not compiles_faster_by_layers(split, params, request.lm.mesh):
+    if not compiles_faster_by_layers(split, params.config, request.lm.mesh):
         return ["prefill_fresh"]
     # In a conversation that goes on, layers above the watershed have another size than those below it.
     kinds = 2 if request.options.reserve_tokens else 1

@@ -33,8 +33,8 @@ from kvjax.rounds.conversation import Conversation, UpperRows
 from kvjax.rounds.round_programs import ONE_DEVICE, RoundPrograms, RoundUpload
 from kvjax.rounds.selection import normalised, round_attention, select
 from kvjax.rounds.steps import StagingBuffer, pages_onto
+from kvjax.runtime.alike_layers import compiles_faster_by_layers
 from kvjax.runtime.prefill_batches import PADDING_PROMPT, Note, read_prompts, unheard
-from kvjax.runtime.prefill_by_layers import compiles_faster_by_layers
 from kvjax.sharding.mesh import Mesh
 from kvjax.tables import human_bytes
 
@@ -218,7 +218,7 @@ class _Question:
             programs=programs,
             note=self.note,
             size=Allocation(self.batch, capacity),
-            by_layers=lambda tokens: compiles_faster_by_layers(split, self.params, programs.mesh),
+            by_layers=lambda tokens: compiles_faster_by_layers(split, self.config, programs.mesh),
         )
         if programs.mesh is None:  # as what comes from host memory on later turns is
             cache, logits = committed((cache, logits))

@@ -18,7 +18,8 @@ from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
 from kvjax.policies.composition import shares
-from kvjax.runtime.prefill_by_layers import compiles_faster_by_layers, program_names, reading_by_layers
+from kvjax.runtime.alike_layers import compiles_faster_by_layers
+from kvjax.runtime.prefill_by_layers import program_names, reading_by_layers
 from kvjax.runtime.prefill_choosing_by_layers import choosing_by_layers
 from kvjax.runtime.programs import ONE_DEVICE, Programs
 from kvjax.runtime.single_layer_programs import LayerwisePrompt, Reading
@@ -265,7 +266,7 @@ class TokenStrategy:
 
 def _by_layers(params: Decoder, request: Read) -> Callable[[int], bool]:
     """Whether prompts are read layer by layer, whatever their length: where it is compiled faster."""
-    faster = compiles_faster_by_layers(request.policy, params, request.programs.mesh)
+    faster = compiles_faster_by_layers(request.policy, params.config, request.programs.mesh)
     return lambda tokens: faster and not request.prompt_logprobs
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.cache.cache import Cache
@@ -39,42 +38,10 @@ from kvjax.runtime.single_layer_programs import (
     zeros_are_sent,
 )
 from kvjax.sharding.compile import ROW, Device, Program
-from kvjax.sharding.mesh import Mesh
-from pallas_kernels import dispatch
 
-#: Layers of a kind, on average, from which on a program a kind is compiled much faster than one of all layers.
-_MANY_ALIKE = 4
-#: Kinds of layers, programs each, that are worth the stops in between: so many, or half of the layers. Compiling them
-#: takes no longer than one program of all layers does.
-_FEW_KINDS = 4
 #: What a layer gives: a cache of it alone with the counters after the prompt, what the next layer reads, of the prompt
 #: and in every pass that repeats it, and the logits after each row's last token, which are zeros before the last layer.
 LayerRead = tuple[Cache, Float[Array, "B T M"], Fed, Float[Array, "B V"]]
-
-
-def can_stop_between_layers(policy: Policy, params: Decoder, mesh: Mesh | None = None) -> bool:
-    """Whether prompts may be read whole, layer by layer, by programs that serve several layers each."""
-    most = max(_FEW_KINDS, len(params.layers) // 2)
-    return policy.chunks(params.config) is None and _kinds(policy, params, mesh) <= most
-
-
-def compiles_faster_by_layers(policy: Policy, params: Decoder, mesh: Mesh | None = None) -> bool:
-    """Whether the programs of single layers are compiled much faster than one of all layers.
-
-    On a CPU not where a policy makes more kinds of them than the model has: of each kind a conversation has two
-    programs, which take it as long as two of all layers. Elsewhere those of layers also need less memory: of 8 rows of
-    32,768 tokens of an 8B model's 32 layers, compiled for v5e, 8.5 GiB at the peak where one of all layers needs 11.0.
-    """
-    kinds = _kinds(policy, params, mesh)
-    few = kinds <= len({layer.config for layer in params.layers}) or dispatch.platform() != "cpu"
-    return few and kinds * _MANY_ALIKE <= len(params.layers)
-
-
-def _kinds(policy: Policy, params: Decoder, mesh: Mesh | None) -> float:
-    """Programs that read a layer under a policy; without end on a mesh if layers choose together or repeat prompts."""
-    if mesh is not None and (policy.shares_layers or policy.signals.repeat is not None):
-        return np.inf
-    return len({number for number, _ in numbers_of_kind(policy, params)})
 
 
 def prefill_layer_fresh(

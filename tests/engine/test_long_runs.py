@@ -21,6 +21,7 @@ from kvjax.errors import UsageError
 from kvjax.policies import Policy, Selection, parse
 from kvjax.policies.window_layers import for_model
 from kvjax.runtime import prefill_by_layers
+from kvjax.runtime.alike_layers import can_stop_between_layers
 from kvjax.sharding.compile import Program
 
 LM = tiny_model(max_position=1024)
@@ -71,7 +72,7 @@ def test_prompts_under_razor_are_left_between_layers_too():
     heads = {"num_heads": 4, "num_kv_heads": 4}
     for layers, few in ((8, False), (12, True)):
         lm = tiny_model(max_position=1024, num_layers=layers, **heads)
-        assert prefill_by_layers.can_stop_between_layers(for_model(parse(policy), lm.config), lm.params) is few
+        assert can_stop_between_layers(for_model(parse(policy), lm.config), lm.config) is few
     with Engine(lm, policy, slots=2, prompt_tokens=400, new_tokens=8, max_pause=0.0) as engine:
         asked = [ids(390, 1), ids(20, 2), ids(300, 3)]
         handles = [engine.submit(prompt, max_new_tokens=6, chat=False) for prompt in asked]

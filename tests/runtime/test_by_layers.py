@@ -15,7 +15,8 @@ from kvjax import progress
 from kvjax.cache.quantisation import MODEL
 from kvjax.committed import committed
 from kvjax.runtime import prefill_batches, prefill_by_layers, prefill_choosing_by_layers, single_layer_programs
-from kvjax.runtime.prefill_by_layers import can_stop_between_layers, compiles_faster_by_layers, reading_by_layers
+from kvjax.runtime.alike_layers import can_stop_between_layers, compiles_faster_by_layers
+from kvjax.runtime.prefill_by_layers import reading_by_layers
 from kvjax.runtime.programs import Programs
 from kvjax.runtime.single_layer_programs import LayerwisePrompt
 from kvjax.sharding.mesh import Mesh
@@ -139,17 +140,17 @@ def test_an_accelerator_makes_the_zeros_that_a_cpu_is_handed(lm, monkeypatch):
 
 def test_it_is_not_done_where_it_would_cost_more(lm):
     parse = kvjax.policies.parse
-    assert not compiles_faster_by_layers(parse("full"), toys.tiny_model(num_layers=2).params)
-    assert not compiles_faster_by_layers(parse("pyramidkv:ratio=0.5"), lm.params)  # every layer has a size of its own
-    deep = toys.tiny_model(num_layers=16).params
+    assert not compiles_faster_by_layers(parse("full"), toys.tiny_config(num_layers=2))
+    assert not compiles_faster_by_layers(parse("pyramidkv:ratio=0.5"), lm.config)  # every layer has a size of its own
+    deep = toys.tiny_config(num_layers=16)
     assert compiles_faster_by_layers(parse("lagkv:ratio=0.5,lag=8"), deep)
     skipping = kvjax.LagKV(ratio=0.5, lag=8, variant="l2")  # the layers that it skips are kinds of their own
     assert not compiles_faster_by_layers(skipping, deep) and can_stop_between_layers(skipping, deep)
     together = parse("adaptive:inner=keydiff,ratio=0.5,scope=model")
     for other in (together, parse("kvzip:ratio=0.5")):  # on one device alone
-        assert compiles_faster_by_layers(other, lm.params) and can_stop_between_layers(other, lm.params)
-        assert not compiles_faster_by_layers(other, lm.params, Mesh(1, 2))
-        assert not can_stop_between_layers(other, lm.params, Mesh(1, 2))
+        assert compiles_faster_by_layers(other, lm.config) and can_stop_between_layers(other, lm.config)
+        assert not compiles_faster_by_layers(other, lm.config, Mesh(1, 2))
+        assert not can_stop_between_layers(other, lm.config, Mesh(1, 2))
 
 
 def test_a_cache_is_consumed_only_where_it_may_be(lm):

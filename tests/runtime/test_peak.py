@@ -30,3 +30,17 @@ def test_plans_are_what_the_compiler_found(policy, layers, heads, found):
     with chip("v5e").compiled_for():
         planned = prefill_peak_bytes(config, parse(policy), 8, 32768, jnp.dtype("bfloat16"), 1792)
     assert planned / 2**30 == pytest.approx(found, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "found"),
+    [(1, 4096, 0.247), (1, 32768, 0.824), (4, 4096, 0.480), (8, 2048, 0.512), (8, 8192, 1.704), (8, 32768, 5.849)],
+)
+def test_plans_of_prompts_that_are_repeated_layer_by_layer_are_near_what_it_found(rows, tokens, found):
+    """One layer of an 8B model on one device (libtpu 0.0.42): its peak less weights and cache, GiB."""
+    config = tiny_config(num_layers=32, num_heads=32, num_kv_heads=8, **CHANNELS)
+    given = config, parse("kvzip:ratio=0.25"), rows, tokens, jnp.dtype("bfloat16"), 14336
+    with chip("v5e").compiled_for():
+        layer, all_layers = (prefill_peak_bytes(*given, by_layers=by_layers) for by_layers in (True, False))
+    assert 0.85 * found <= layer / 2**30 <= 1.5 * found
+    assert all_layers > 3 * layer

@@ -16,14 +16,17 @@ from support.decode_memory import decode_memory
 import kvjax
 from kvjax.cache.quantisation import MODEL
 from kvjax.model.config import RopeConfig
-from kvjax.model.decoder import abstract_decoder
+from kvjax.model.decoder import abstract_decoder, without_layers
 from kvjax.policies import H2O, AdaptiveHeads, AhaKV, Full, KVzip, LagKV, RazorAttention, StreamingLLM
 from kvjax.policies.empty_cache import empty_cache
 from kvjax.policies.window_layers import for_model
 from kvjax.runtime import synthetic
 from kvjax.runtime.compilation import compile_clock
+from kvjax.runtime.kvzip_passes import Passes
+from kvjax.runtime.prefill_by_layers import PREFILL_LAYER_FRESH
 from kvjax.runtime.prefill_peak import prefill_peak_bytes
 from kvjax.runtime.programs import DECODE_CHUNK, ONE_DEVICE, PREFILL_FRESH
+from kvjax.runtime.single_layer_programs import LayerInput
 from kvjax.runtime.synthetic import benchmark_controls, decode_state, filled_cache
 from kvjax.sharding.compile import OneDevice
 
@@ -190,7 +193,35 @@ def test_prefill_peak_estimate_is_near_the_compilers():
         )  # fmt: skip
         actual = lowered.compile().memory_analysis().temp_size_in_bytes
         planned = prefill_peak_bytes(config, policy, rows, 4096, "float32", config.intermediate_size)
-        assert 0.9 * actual <= planned <= 1.4 * actual, (config.windows, policy, rows, actual, planned)
+        # Rows of a batch that go through a layer in turns are counted beside those that wait.
+        most = 1.5 if rows == 1 else 1.8
+        assert 0.9 * actual <= planned <= most * actual, (config.windows, policy, rows, actual, planned)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tokens", "rows"), [(2048, 1), (4096, 1), (4096, 4)])
+def test_the_estimate_of_prompts_that_are_repeated_layer_by_layer_is_near_the_compilers(tokens, rows):
+    """However many layers there are: they hold the prompt one after the other."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "max_position": 1 << 16}
+    policy, config = KVzip(ratio=0.25), toys.tiny_config(**sizes, num_layers=16)
+    device, read = OneDevice(config, policy), jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
+    passes = Passes(policy.signals.repeat, read, None, None)
+    x, fed = (
+        jax.ShapeDtypeStruct((*shape, config.hidden_size), jnp.float32)
+        for shape in ((rows, tokens), (passes.most, rows, passes.width))
+    )
+    params = abstract_decoder(config)
+    counts, flag = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)
+    given = without_layers(params), params.layers[0], x, fed, LayerInput(read, (counts,) * 4, flag, flag)
+    pages = device.pages(tokens, 256, MODEL)[0]
+    lowered = PREFILL_LAYER_FRESH.lower(
+        device, *given, number=0, pages=pages, dtype=jnp.dtype("float32"), storage=MODEL
+    )
+    found = lowered.compile().memory_analysis().temp_size_in_bytes + x.size * 4 + fed.size * 4
+    plan = kvjax.plan(config, prompt_tokens=tokens, batch=rows, policy=policy)
+    assert 0.9 * found <= plan.prefill_peak_bytes <= 1.6 * found, (found, plan.prefill_peak_bytes)
+    scored = kvjax.plan(config, prompt_tokens=tokens, batch=rows, policy=policy, prompt_logprobs=True)
+    assert scored.prefill_peak_bytes > 1.5 * plan.prefill_peak_bytes
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])

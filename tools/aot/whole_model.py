@@ -20,8 +20,9 @@ from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import abstract_decoder, without_layers
 from kvjax.model.tiling import weight_layout
 from kvjax.policies.base import Policy
-from kvjax.runtime.alike_layers import numbers_of_kind
-from kvjax.runtime.prefill_by_layers import PREFILL_LAYER_FRESH, compiles_faster_by_layers
+from kvjax.runtime.alike_layers import compiles_faster_by_layers, numbers_of_kind
+from kvjax.runtime.kvzip_passes import Passes
+from kvjax.runtime.prefill_by_layers import PREFILL_LAYER_FRESH
 from kvjax.runtime.programs import DECODE_CHUNK, PREFILL_FRESH
 from kvjax.runtime.single_layer_programs import LayerInput
 from kvjax.runtime.synthetic import benchmark_controls, decode_state
@@ -81,7 +82,7 @@ def whole_model(
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         params = shapes.params(devices[0].device_kind)
         programs = {"decode": shapes.decode(params), "prefill": shapes.prefill(params)}
-        by_layers = compiles_faster_by_layers(device.policy, params, device.mesh)
+        by_layers = compiles_faster_by_layers(device.policy, config, device.mesh)
     numbers = dict.fromkeys(number for number, _ in numbers_of_kind(policy, params))
     layers = [shapes.prefill_layer(params, number) for number in numbers]
     return WholeModel(mesh, device, storage, programs | {"prefill_layer": layers[0]}, layers, by_layers)
@@ -154,9 +155,14 @@ class _Shapes:
         counts, flag = self.ints(self.batch), self.placed.everywhere(jax.ShapeDtypeStruct((), jnp.bool_))
         read = LayerInput(self.ints(self.batch, self.capacity), (counts,) * 4, flag, flag)
         x = self.placed.by_row(jax.ShapeDtypeStruct((self.batch, self.capacity, self.config.hidden_size), DTYPE))
+        repeat, fed = self.device.policy.signals.repeat, None
+        if repeat is not None:
+            passes = Passes(repeat, read.tokens, *read.counts[:2])
+            shape = passes.most, self.batch, passes.width, self.config.hidden_size
+            fed = self.placed.everywhere(jax.ShapeDtypeStruct(shape, DTYPE))
         pages = self.device.pages(self.capacity, NEW_TOKENS, self.storage)[number]
         how = {"number": number, "pages": pages, "dtype": DTYPE, "storage": self.storage}
-        given = without_layers(params), params.layers[number], x, None, read
+        given = without_layers(params), params.layers[number], x, fed, read
         return lambda: PREFILL_LAYER_FRESH.trace(self.device.at(number), *given, **how)
 
 
