@@ -63,9 +63,12 @@ _lasting: dict[threading.Thread, Callable[[], None]] = {}
 def end_at_exit(thread: threading.Thread, stop: Callable[[], None]) -> None:
     """Before the process ends have ``stop`` called, and wait for the thread, unless Ctrl-C ends the process."""
     _wait_at_exit()
-    for other in [other for other in _lasting if not other.is_alive()]:
-        _lasting.pop(other, None)
     _lasting[thread] = stop
+
+
+def forget(thread: threading.Thread) -> None:
+    """Undo :func:`end_at_exit`, of a thread that ends, so that nothing of it is kept."""
+    _lasting.pop(thread, None)
 
 
 def is_ahead() -> bool:
@@ -134,9 +137,10 @@ def _last_wait() -> None:
         return
     try:
         wait_for_abandoned()
-        for stop in _lasting.values():
+        lasting = list(_lasting.items())
+        for _, stop in lasting:
             stop()
-        for thread in _lasting:
+        for thread, _ in lasting:
             thread.join()
     except KeyboardInterrupt:
         _end(130)
@@ -144,7 +148,7 @@ def _last_wait() -> None:
 
 def _at_work() -> bool:
     """Whether threads are where Python must not end them."""
-    return bool(_running) or any(thread.is_alive() for thread in _lasting)
+    return bool(_running) or any(thread.is_alive() for thread in list(_lasting))
 
 
 def _interrupted() -> bool:

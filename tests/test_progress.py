@@ -279,6 +279,10 @@ def test_short_prompts_do_not_tell_how_long_a_run_of_long_ones_takes(speeds):
     assert estimate.work_seconds(lm, [(2, 4096)], 1) < 60
     prefill_speed.note(lm.config, read, day, keep=True)
     assert estimate.work_seconds(lm, [(2, 4096)], 1) == pytest.approx(2 * day, rel=0.01)
+    # A later process that has read a short one alone knows what the long one told.
+    prefill_speed._speeds.clear()
+    prefill_speed.note(lm.config, prefill_speed.work(lm.config, 1, 40), day, keep=False)
+    assert estimate.work_seconds(lm, [(2, 4096)], 1) == pytest.approx(2 * day, rel=0.01)
 
 
 def test_speeds_are_kept_for_the_next_process(speeds, monkeypatch):

@@ -28,7 +28,7 @@ from kvjax.options import FIELDS, GenerationOptions, RequestKeywords, merged, sh
 from kvjax.policies import Policy
 from kvjax.prompts import Prompt
 from kvjax.request import Request
-from kvjax.waiting import end_at_exit
+from kvjax.waiting import end_at_exit, forget
 
 #: Tokens of the longest prompt, where nothing else is said.
 _PROMPT_TOKENS = 2048
@@ -128,8 +128,12 @@ class Engine:
         self._broken: BaseException | None = None
         self._began = time.perf_counter()
         self._thread = threading.Thread(target=self._run, name="kvjax-engine", daemon=True)
-        self._thread.start()
         end_at_exit(self._thread, self._stop)
+        try:
+            self._thread.start()
+        except BaseException:
+            forget(self._thread)
+            raise
 
     @property
     def sizes(self) -> EngineSizes:
@@ -230,10 +234,12 @@ class Engine:
             self._fail(error)
         else:
             self._fail(UsageError(_CLOSED))
-        with self._wake:
-            self._ended, left = True, self._left
-        if left:
-            self._core.close()
+        finally:
+            with self._wake:
+                self._ended, left = True, self._left
+            if left:
+                self._core.close()
+            forget(self._thread)
 
     def _take(self) -> bool:
         """Take over what was submitted and called off, waiting for it if there is nothing to do; False at the end."""

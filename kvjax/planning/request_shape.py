@@ -101,7 +101,8 @@ class RequestShape:
         """The plan of prompts that nothing but a context is before, sizes as :meth:`first_size`."""
         size = self.first_size(reserve, exact=exact)
         lasting = bool(self.context or reserve)
-        made = self.plan(size, self.policy.reading(self.config, slots_above(self.whole, lasting=lasting, exact=exact)))
+        above = slots_above(self.config, self.whole, lasting=lasting, exact=exact)
+        made = self.plan(size, self.policy.reading(self.config, above))
         if not self.policy.offloads_rounds:
             return made
         return dataclasses.replace(made, later_bytes=self._later_bytes(size))
@@ -109,7 +110,7 @@ class RequestShape:
     def _later_bytes(self, size: Allocation) -> int:
         """Bytes of the cache while a later question is answered in a conversation of as many tokens."""
         selected = self.policy.answering(self.config, self.whole).capacities(self.config, 0, 0)[-1][0]
-        placed = self.policy.reading(self.config, slots_above(selected))
+        placed = self.policy.reading(self.config, slots_above(self.config, selected))
         capacities = size.rows, size.prompt_capacity, NEW_TOKENS
         return cache_bytes(self.config, placed, *capacities, self.dtype, self.storage, self.mesh)
 

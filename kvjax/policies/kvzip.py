@@ -34,8 +34,9 @@ class KVzip(SelectingPastSinks):
     and what has been repeated so far. No question is needed, so it suits contexts that are read before one.
 
     The cost is one more reading of each prompt, onto itself (``stats.repeated_tokens``), while the keys and values of
-    all layers exist whole. On a later turn the new tokens are repeated; kept tokens have the score they had, and
-    decoded tokens, which nobody has repeated, the average. The first ``sink`` tokens stay. Chosen once a prompt.
+    a layer exist whole, or of all layers where one program reads them. On a later turn the new tokens are repeated;
+    kept tokens have the score they had, and decoded tokens, which nobody has repeated, the average. The first ``sink``
+    tokens stay. Chosen once a prompt.
 
     Size: ``budget`` tokens a head (2,048 when nothing is given) or ``ratio`` of the row's tokens: every head as many.
     The authors' code also divides one budget among all heads.

@@ -42,14 +42,19 @@ def slots_below(config: ModelConfig, tokens: int, *, held: int = 0, spare: int =
         return held
     if exact:
         return prompt_bucket(tokens)
-    return min(request_bucket(tokens + spare), max(prompt_bucket(tokens), prompt_bucket(config.max_position)))
+    return _of_request(config, tokens, tokens + spare)
 
 
-def slots_above(tokens: int, *, lasting: bool = True, exact: bool = False) -> int:
+def _of_request(config: ModelConfig, tokens: int, room: int) -> int:
+    """The bucket of a request of so much room, but no more than the model's context or these tokens need."""
+    return min(request_bucket(room), max(prompt_bucket(tokens), prompt_bucket(config.max_position)))
+
+
+def slots_above(config: ModelConfig, tokens: int, *, lasting: bool = True, exact: bool = False) -> int:
     """Slots of each head above the watershed, and of the staging buffer.
 
     Short conversations all have one size; a question after which there is no other (not ``lasting``) has a request's.
     """
     if exact:
         return prompt_bucket(tokens)
-    return max(MEDIUM, prompt_bucket(tokens)) if lasting else request_bucket(tokens)
+    return max(MEDIUM, prompt_bucket(tokens)) if lasting else _of_request(config, tokens, tokens)

@@ -273,7 +273,7 @@ class _Question:
         spares = () if unpadded else reserves(lower, spare, outgrown=bool(held))
         for spare, exact in (*((count, False) for count in spares), (0, True)):
             capacity = slots_below(self.config, lower, held=held, spare=spare, exact=exact)
-            split = SplitCache(self.below, slots_above(upper, lasting=lasting, exact=exact))
+            split = SplitCache(self.below, slots_above(self.config, upper, lasting=lasting, exact=exact))
             if self.limit is None or self._need(split, capacity) <= self.limit:
                 break
         return capacity, split
@@ -373,7 +373,7 @@ def _bring(
             uploads.append(RoundUpload(row, upper, offset))
             ends = max(ends, int(offset.max()) + upper.kv.shape[3])
             offset = offset + held
-    capacity = slots_above(max(ends, int(slots.max()) + tokens))
+    capacity = slots_above(config, max(ends, int(slots.max()) + tokens))
     return programs.stage(uploads, (layers, 2, batch, heads, capacity, config.head_dim), dtype, x)
 
 

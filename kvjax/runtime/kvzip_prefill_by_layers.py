@@ -32,7 +32,7 @@ from kvjax.runtime.single_layer_programs import (
     embedded,
     layer_of,
     own_layer,
-    put_as_weights,
+    shared_layer,
 )
 from kvjax.sharding.compile import Device
 
@@ -71,7 +71,7 @@ def read_whole(
     ``cache``: of what came before, see :func:`layer_of`; ``fresh`` if that is nothing.
     """
     policy, (seen, count, work, total) = device.local_policy, read.counts
-    old, shared = own_layer(cache, read.index), cache.shared_layers[0]
+    old, shared = own_layer(cache, read.index), shared_layer(cache, read.index)
     x = embedded(ends, read, x)
     (angles,) = angles_of_layers([layer.config], prompt_positions(seen, x.shape[1], fresh), seen + count)
     collector = signal_collector(policy, device.local_config, seen, count, total, x.shape[1], fresh)
@@ -111,5 +111,4 @@ def fed_first(prompt: LayerwisePrompt, policy: Policy) -> Fed:
         return None
     sizes = Passes(policy.signals.repeat, prompt.read.tokens, *prompt.read.counts[:2])
     shape = sizes.most, len(prompt.count), sizes.width
-    ids = put_as_weights(prompt.device, prompt.params, np.zeros(shape, np.int32))
-    return before_the_first(prompt.device, ids, prompt.params)
+    return before_the_first(prompt.device, np.zeros(shape, np.int32), prompt.params)

@@ -2,9 +2,8 @@
 
 The numbers are those of the prefill of all layers in one program, which reads a prompt layer by layer too: a policy
 that selects by attention over the entire prompt sees all of it, where pieces of the prompt would not do; so does one
-that has the prompt repeated. Two things are
-gained: a program of one layer of thirty is compiled, and read back from the compilation cache, in a small part of the
-time; and what else has to run may run between layers.
+that has the prompt repeated. Two things are gained: a program of one layer of thirty is compiled, and read back from
+the compilation cache, in a small part of the time; and what else has to run may run between layers.
 """
 
 from __future__ import annotations
@@ -118,16 +117,21 @@ def _layer_types(device: Device, arguments: Any, static: dict[str, Any]) -> Any:
     return cache_of(device, layer, ROW), ROW, None, ROW
 
 
+def _onto_types(device: Device, arguments: Any, static: dict[str, Any]) -> Any:
+    return arguments[2], ROW, None, ROW
+
+
 PREFILL_LAYER_FRESH = Program(prefill_layer_fresh, _layer_types, ("number", "pages", "dtype", "storage"), (2, 3))
-PREFILL_LAYER_ONTO = Program(
-    prefill_layer_onto, lambda device, arguments, static: (arguments[2], ROW, None, ROW), ("number", "pages"), (2, 3, 4)
-)
+PREFILL_LAYER_ONTO = Program(prefill_layer_onto, _onto_types, ("number", "pages"), (2, 3, 4))
+#: The same of a cache that stays, or whose pages do not fit what it becomes.
+PREFILL_LAYER_BESIDE = Program(prefill_layer_onto, _onto_types, ("number", "pages"), (3, 4))
 
 
 def program_names(policy: Policy, params: Decoder, *, fresh: bool, onto: bool) -> list[str]:
     """Names of the programs of :func:`reading_by_layers`, into a new cache and onto one: one for each kind of layer."""
     kinds = len({number for number, _ in numbers_of_kind(policy, params)})
-    small = [] if zeros_are_sent() else ["hidden_states"]
+    shapes = 2 if policy.signals.repeat is not None else 1  # of a prompt, and of the passes that repeat it
+    small = [] if zeros_are_sent() else ["hidden_states"] * shapes
     if policy.shares_layers:
         small += [] if zeros_are_sent() else ["empty_pool"]
         return small + ["hold_and_weigh_layer", "lay_out_layer"] * kinds * (fresh + onto)
@@ -154,7 +158,8 @@ def reading_by_layers(prompt: LayerwisePrompt) -> Reading:
         else:
             donate = prompt.consume and prompt.fits[i]
             given = prompt.ends, layer, before, x, fed, read
-            one, x, fed, logits = PREFILL_LAYER_ONTO(device.at(number), *given, donate=donate, **sizes)
+            program = PREFILL_LAYER_ONTO if donate else PREFILL_LAYER_BESIDE
+            one, x, fed, logits = program(device.at(number), *given, **sizes)
             done += one.layers
             if donate:
                 prompt.note(cache.replace(layers=(*done, *cache.layers[i + 1 :])))

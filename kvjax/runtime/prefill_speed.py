@@ -43,8 +43,11 @@ def expected_seconds(config: ModelConfig, amount: float, longest: float = 0.0) -
     ``longest``: the work of the longest of many prompts, for which far shorter ones do not tell: with few tokens most
     of the time goes into reading the weights, and the estimate of a long run would be many times too high.
     """
-    found = _speeds.get(_key(config)) or _kept().get(_key(config))
-    return None if found is None or found[1] < _ALIKE * longest else amount / found[0]
+    key = _key(config)
+    for found in (_speeds.get(key), _kept().get(key)):
+        if found is not None and found[1] >= _ALIKE * longest:
+            return amount / found[0]
+    return None
 
 
 def note(config: ModelConfig, amount: float, seconds: float, *, keep: bool) -> None:

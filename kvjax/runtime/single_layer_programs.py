@@ -198,15 +198,17 @@ def work_of(tokens: Int[np.ndarray, "B T"], count: Int[np.ndarray, " B"]) -> Int
     return np.where(tokens[:, 0] < 0, 0, count)
 
 
-def before_the_first(device: Device, ids: Int[Array, "*B T"], params: Decoder) -> Float[Array, "*B T M"]:
-    """The array that the first layer embeds into, whose numbers nobody reads.
+def before_the_first(
+    device: Device, ids: Int[Array, "*B T"] | Int[np.ndarray, "*B T"], params: Decoder
+) -> Float[Array, "*B T M"]:
+    """The array that the first layer embeds into, whose numbers nobody reads; of ids the shape alone counts.
 
     A CPU is handed zeros, for which nothing is compiled; an accelerator, which they would have to be sent to, makes
     them.
     """
     channels, dtype = params.stream
     if not zeros_are_sent():
-        return HIDDEN_STATES(device, ids, hidden_size=channels, dtype=dtype)
+        return HIDDEN_STATES(device, put_as_weights(device, params, ids), hidden_size=channels, dtype=dtype)
     zeros: Any = np.zeros((*ids.shape, channels), dtype)
     return put_as_weights(device, params, zeros)
 

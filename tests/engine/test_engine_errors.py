@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 
 import jax
 import pytest
@@ -134,6 +136,17 @@ def test_ctrl_c_is_not_kept_waiting_by_what_runs(monkeypatch, where):
         with pytest.raises(UsageError, match="closed before this had ended"):
             handle.result(0)
     engine.close()
+
+
+def test_nothing_is_kept_of_an_engine_that_has_ended():
+    """The process keeps a list of engines to be closed at its end, and with one its model."""
+    engine = Engine(LM, POLICY, slots=2, prompt_tokens=64, new_tokens=16)
+    engine.submit(ids(9, 1), max_new_tokens=2, chat=False).result(60)
+    there = weakref.ref(engine)
+    engine.close()
+    del engine
+    gc.collect()
+    assert there() is None
 
 
 def slots_are_free(engine: Engine) -> bool:
