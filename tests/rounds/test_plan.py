@@ -7,6 +7,7 @@ import pytest
 import toys
 
 import kvjax
+from kvjax.cache.buckets import MEDIUM, SHORT
 
 POLICY = "round:watershed=2,top=0.25"
 
@@ -37,6 +38,16 @@ def test_a_first_question_is_allocated_what_its_plan_says(lm, batch, tokens, new
     assert len(output.tokens) == new
     assert output.stats.device_cache_bytes == planned.cache_bytes
     assert planned.retained_fraction == 1 and planned.capacities[0][0] >= tokens
+
+
+def test_only_a_question_that_others_follow_has_room_for_their_rounds(lm):
+    """Above the watershed; both have 256 slots for decoded tokens beside."""
+    alone, first = (
+        kvjax.plan(lm, prompt_tokens=100, policy=POLICY, max_new_tokens=6, reserve_tokens=reserve)
+        for reserve in (None, 2000)
+    )
+    assert alone.capacities == ((SHORT + 256,) * 2,) * 4
+    assert first.capacities[2:] == ((MEDIUM + 256,) * 2,) * 2
 
 
 @pytest.mark.parametrize(("batch", "context", "tokens"), [(2, 500, 40), (1, 3000, 40)])

@@ -127,6 +127,16 @@ def test_batches_of_rounds_share_the_programs_of_their_bucket(lm):
     assert dict(programs) == {"prefill_fresh": 3, "decode_chunk": 3}
 
 
+def test_later_turns_of_rounds_share_programs_under_weights_that_are_not_committed():
+    """What comes back from the host is committed, and so is a first question's cache."""
+    lm = toys.tiny_model(num_layers=2, hidden_size=16, intermediate_size=16)
+    with compiled_programs() as programs:
+        chat = kvjax.Chat(lm, policy="round:watershed=1", max_new_tokens=4)
+        for said in ("one", "two", "three"):
+            chat.send(said)
+    assert [programs[name] for name in ("lower_onto", "upper", "decode_chunk")] == [1, 1, 1], programs
+
+
 def test_a_conversation_that_was_parked_and_saved_compiles_no_step_anew(lm, tmp_path):
     """What comes from the host is committed, and so are weights that are loaded."""
     with compiled_programs() as programs:
